@@ -25,7 +25,7 @@ import numpy as np
 import structlog
 
 from actors.runtime.actor import Actor
-from actors.runtime.membership import Membership
+from actors.runtime.membership import Membership, Spawn
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Prompts, Sampling, open_rows
 from actors.sampling.scores import GroupScores
@@ -108,7 +108,7 @@ class RolloutManager(Actor):
         self._sessions: dict[str, list[SampleSession]] = {}
         self._stores: dict[str, _GroupStore] = {}
         self._samples_finished = self._moved = 0
-        self._saves = asyncio.Semaphore(SAVES)
+        self._stored = StoredGroups(sampling, member.spawn)
 
     async def main(self) -> None:
         await self.member.become_healthy()
@@ -230,7 +230,7 @@ class RolloutManager(Actor):
         row = self._read_row(permit.row)
         self._prepare_ahead(permit.row)
         all_or_none = bool(self.sampling.services.of_groups(self.sampling.services.weights(row, permit.rewards)))
-        stored = await self._ask_stored(permit, all_or_none)
+        stored = await self._stored.ask(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
@@ -246,7 +246,7 @@ class RolloutManager(Actor):
             self._run_sample(permit, place, session, row, start, place in stored.unfinished)
             for place, session in zip(places, sessions, strict=True)
         ]
-        store = self._stores[permit.group] = _GroupStore(functools.partial(self._store, permit, row))
+        store = self._stores[permit.group] = _GroupStore(functools.partial(self._stored.store, permit, row))
         try:
             scored = await self._first_scored(work, needed, None if all_or_none else store.add)
             unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
@@ -280,7 +280,7 @@ class RolloutManager(Actor):
             for _ in places
         ]
         for place, session in zip(places, sessions, strict=True):
-            self._save_regularly(permit, place, session)
+            self._stored.save_regularly(permit, place, session)
         return sessions
 
     def _report_start(self, permit: Permit, version: int) -> None:
@@ -345,13 +345,13 @@ class RolloutManager(Actor):
         began, at = time.time(), time.monotonic()
         try:
             if begun:
-                session.saved_calls = await self._calls(permit, place)
+                session.saved_calls = await self._stored.calls(permit, place)
             sample = await self.run_workflow(session, row)
             if session.group:
                 session.group.finished(session)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             note = Note(session.reward_parts, max(0, discarded))
-            if self._keeps_rollouts:
+            if self._stored.keeps_rollouts:
                 note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
             return _Scored(place, sample, note, session.pictures)
         except SampleFailed as failure:
@@ -393,77 +393,6 @@ class RolloutManager(Actor):
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 
-    async def _ask_stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
-        """What the trainer has of the group. Raises SampleFailed if it refuses the group."""
-        if not permit.resumed:
-            return StoredSamples(places=(), start_version=None)
-        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
-        with explain(RefusedError, "the trainer refused the group: {why}", functools.partial(SampleFailed, "trainer")):
-            return await self.sampling.ask_trainer(request, StoredSamples)
-
-    async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
-        """The calls that the trainer has of a sample. Without them it is sampled anew."""
-        try:
-            stored = await self.sampling.ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
-        except RefusedError as error:
-            log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
-            return []
-        return unpacked(stored.frame.data) if len(stored.frame) else []
-
-    def _save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
-        session.save = lambda: self.member.spawn(self._save(permit, place, session), "save calls")
-        session.save_every = self.config.rollout_manager.save_every_tokens or math.inf
-
-    async def _save(self, permit: Permit, place: int, session: SampleSession) -> None:
-        """Have the trainer store the calls so far of a sample, unless it refuses them."""
-        async with self._saves:
-            tokens, calls = session.unsaved, session.calls_so_far()
-            if not calls:  # the call with these tokens has failed
-                return
-            frame = np.frombuffer(packed(calls), np.uint8)
-            request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
-            try:
-                await self.sampling.ask_trainer(request, Done)
-                session.unsaved -= tokens
-            except RefusedError as error:
-                session.save_every = math.inf
-                log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
-
-    async def _store(self, permit: Permit, row: Row, scored: "Sequence[_Scored]") -> RefusedError | None:
-        """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
-        identified by its group and its place there. Returns why the trainer refuses them."""
-        request = StoreSamples(
-            group=permit.group,
-            prompt_index=permit.prompt_index,
-            row=row_text(row.fields) if self._keeps_rollouts else "",
-            samples=tuple(
-                ScoredSample(
-                    place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
-                )
-                for sample in scored
-            ),
-        )
-        try:
-            await self._store_pictures(scored)
-            await self.sampling.ask_trainer(request, GroupAccepted)
-        except RefusedError as error:
-            return error
-        return None
-
-    async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
-        """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
-        files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
-        lacking = (
-            (await self.sampling.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
-        )
-        if lacking:
-            contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)
-            await self.sampling.ask_trainer(StorePictures(files=contents), Done)
-
-    @property
-    def _keeps_rollouts(self) -> bool:
-        return self.config.observe.rollouts != "none"
-
 
 class _Scored(NamedTuple):
     """A scored sample, its place in its group, what is noted of it, and the files of pictures by their names."""
@@ -481,6 +410,88 @@ class _Scored(NamedTuple):
 
 def _tokens_sampled(sessions: list[SampleSession]) -> int:
     return sum(session.tokens_sampled for session in sessions)
+
+
+class StoredGroups:
+    """What the trainer has of groups, and gets of them: scored samples, and the calls so far of other samples."""
+
+    def __init__(self, sampling: Sampling, spawn: Spawn) -> None:
+        self._sampling = sampling
+        self._spawn = spawn
+        self._saves = asyncio.Semaphore(SAVES)
+
+    async def ask(self, permit: Permit, all_or_none: bool) -> StoredSamples:
+        """What the trainer has of the group. Raises SampleFailed if it refuses the group."""
+        if not permit.resumed:
+            return StoredSamples(places=(), start_version=None)
+        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
+        with explain(RefusedError, "the trainer refused the group: {why}", functools.partial(SampleFailed, "trainer")):
+            return await self._sampling.ask_trainer(request, StoredSamples)
+
+    async def calls(self, permit: Permit, place: int) -> list[SavedCall]:
+        """The calls that the trainer has of a sample. Without them it is sampled anew."""
+        try:
+            stored = await self._sampling.ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
+        except RefusedError as error:
+            log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
+            return []
+        return unpacked(stored.frame.data) if len(stored.frame) else []
+
+    def save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
+        session.save = lambda: self._spawn(self._save(permit, place, session), "save calls")
+        session.save_every = self._sampling.services.config.rollout_manager.save_every_tokens or math.inf
+
+    async def _save(self, permit: Permit, place: int, session: SampleSession) -> None:
+        """Have the trainer store the calls so far of a sample, unless it refuses them."""
+        async with self._saves:
+            tokens, calls = session.unsaved, session.calls_so_far()
+            if not calls:  # the call with these tokens has failed
+                return
+            frame = np.frombuffer(packed(calls), np.uint8)
+            request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
+            try:
+                await self._sampling.ask_trainer(request, Done)
+                session.unsaved -= tokens
+            except RefusedError as error:
+                session.save_every = math.inf
+                log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
+
+    async def store(self, permit: Permit, row: Row, scored: "Sequence[_Scored]") -> RefusedError | None:
+        """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
+        identified by its group and its place there. Returns why the trainer refuses them."""
+        request = StoreSamples(
+            group=permit.group,
+            prompt_index=permit.prompt_index,
+            row=row_text(row.fields) if self.keeps_rollouts else "",
+            samples=tuple(
+                ScoredSample(
+                    place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
+                )
+                for sample in scored
+            ),
+        )
+        try:
+            await self._store_pictures(scored)
+            await self._sampling.ask_trainer(request, GroupAccepted)
+        except RefusedError as error:
+            return error
+        return None
+
+    async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
+        """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
+        files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
+        lacking = (
+            (await self._sampling.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names
+            if files
+            else ()
+        )
+        if lacking:
+            contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)
+            await self._sampling.ask_trainer(StorePictures(files=contents), Done)
+
+    @property
+    def keeps_rollouts(self) -> bool:
+        return self._sampling.services.config.observe.rollouts != "none"
 
 
 class _GroupStore:

@@ -225,11 +225,8 @@ class LiveRun:
         self._view = None
         while not (self._has_ended() if step is None else self._has_trained(step)):
             self._show_live()
-            self._pause()
-        self._print_console()
-
-    def _pause(self) -> None:
-        time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
+            time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
+            self._print_console()
         self._print_console()
 
     def _print_console(self) -> None:
@@ -238,7 +235,7 @@ class LiveRun:
                 console.seek(self._shown)
                 lines = [line for line in console if line.endswith(b"\n")]
             told = b"".join(line for line in lines if not (self._view and line.startswith(b"step ")))
-            print(self._of_caller(told.decode(errors="replace")), end="", flush=True)
+            print(_of_caller(self.folder, told.decode(errors="replace")), end="", flush=True)
             self._shown += sum(map(len, lines))
 
     def _show_live(self) -> None:
@@ -297,12 +294,8 @@ class LiveRun:
     def _reason(self) -> str:
         if (summary := self.summary) is not None:
             return str(summary["reason"])
-        lines = self._of_caller(_text(self.folder / CONSOLE)).splitlines()
+        lines = _of_caller(self.folder, _text(self.folder / CONSOLE)).splitlines()
         return lines[-1] if lines else f"it left no record in {self.folder}"
-
-    def _of_caller(self, text: str) -> str:
-        """What the run has printed, without the file of rows that its caller gave as objects."""
-        return text.replace(f"data.source {str((self.folder / ROWS).absolute())!r}", "data")
 
     # --- what this process does for it
 
@@ -347,21 +340,21 @@ class LiveRun:
         UserError and RunFailed."""
         ready = self._membership.add(kind, **options)
         while not ready.done():
-            self._check_process()
-            self._pause()
+            self._pause_while_it_runs()
         ready.result()
 
-    def _check_process(self) -> None:
+    def _pause_while_it_runs(self) -> None:
         """Raises UserError or RunFailed if the process of the run has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise (UserError if code == 2 else RunFailed)(self._reason)
+        time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
+        self._print_console()
 
     def find_master(self, patience: float) -> None:
         """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
         for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
         while self._process is not None and claimed_address(self.folder) is None:
-            self._check_process()
-            self._pause()
+            self._pause_while_it_runs()
         self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
         atexit.register(self._member.leave)
 
@@ -413,6 +406,11 @@ def _launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
             env=environment,
         )
     return process
+
+
+def _of_caller(folder: Path, text: str) -> str:
+    """What the run has printed, without the file of rows that its caller gave as objects."""
+    return text.replace(f"data.source {str((folder / ROWS).absolute())!r}", "data")
 
 
 def _text(file: Path) -> str:

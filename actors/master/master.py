@@ -47,7 +47,7 @@ from areal.devices import CORES, settle
 from areal.models import digests_of
 from areal.observe.tracking import flat
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_state import GroupState, LedgerError
+from areal.staleness.ledger_state import LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
@@ -135,7 +135,7 @@ class Master(HandlesRequests):
         stop = self._stop_run
         if self._supervised:
             loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
-            loop.add_signal_handler(signal.SIGTERM, self._ignore_signal, signal.SIGTERM.name)
+            loop.add_signal_handler(signal.SIGTERM, _ignore_signal, signal.SIGTERM.name)
         else:
             for sign in stop_signals():
                 loop.add_signal_handler(sign, stop, sign.name)
@@ -244,10 +244,6 @@ class Master(HandlesRequests):
         log.error("handler failed", exc_info=error)
         self._run.end_if(f"the master failed: {type(error).__name__}: {error}")
 
-    def _ignore_signal(self, sign: str) -> None:
-        """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
-        log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")
-
     def _stop_run(self, by: str) -> None:
         """The first signal lets the trainer save a checkpoint, a second one ends the run at once."""
         self._trainer_may_end = not self._run.end.done() and not self._run.shortage
@@ -314,7 +310,7 @@ class Master(HandlesRequests):
                 self._run.progress.note_progress()
             self._run.end_if(self._run.failures.verdict(self.ledger.state.counters, now))
             self.state.compact_if_due()
-            counts = self._counts()
+            counts = self._run.counts()
             numbers = vitals.numbers()
             doing = "; ".join([str(self._run.shortage or self._run.progress.who_waits()), *self._hangs.alerts.values()])
             self.folder.record_heartbeat("master/0", "healthy", doing, counts | numbers)
@@ -454,7 +450,7 @@ class Master(HandlesRequests):
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 "rewards": self.config.reward.functions | self.state.rewards_of(self.ledger.state.prompts.next_prompt),
-                **self._counts(),
+                **self._run.counts(),
                 "waiting": str(self._run.shortage or self._run.progress.describe()),
                 "alerts": self._alerts(),
                 "metrics": self.state.last_step,
@@ -483,10 +479,7 @@ class Master(HandlesRequests):
             *pauses,
         ]
 
-    def _counts(self) -> dict[str, int]:
-        """Numbers of groups."""
-        return {
-            "alive": len(self.ledger.state.groups),
-            "ready": self.ledger.state.groups.count(GroupState.READY),
-            "capacity": self._run.free_groups(),
-        }
+
+def _ignore_signal(sign: str) -> None:
+    """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
+    log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")

@@ -167,6 +167,11 @@ class RunControl:
             return capacity
         return min(capacity, max(0, self.state.run_ahead.limit - moving))
 
+    def counts(self) -> dict[str, int]:
+        """Numbers of groups."""
+        groups = self.ledger.state.groups
+        return {"alive": len(groups), "ready": groups.count(GroupState.READY), "capacity": self.free_groups()}
+
     def free_sessions(self) -> int:
         """Number of sessions that may be opened now."""
         closed = self.end.done() or self.shortage or self.progress.absent or self.failures.outage

@@ -144,7 +144,6 @@ class Membership:
         self.leave_sign: asyncio.Future[Ending] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._parts: dict[HandlesRequests, None] = {}
-        self._sequence = 0
         self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
         self._master_waits = 0.0  # when the master has last said that it cannot answer yet, by the loop's clock
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
@@ -304,9 +303,9 @@ class Membership:
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, role, self.index, lambda: self._numbers)
-        self.directory = Directory(welcome.snapshot.policy)
-        self._events = self._subscriber(welcome.snapshot)
-        await self._take_snapshot(welcome.snapshot)
+        self._events = EventFeed(self.bus, self.master, welcome.snapshot, self._run_ended)
+        self.directory = self._events.directory
+        await self._events.take(welcome.snapshot)
 
     async def _live(self) -> Ending:
         """Raises what the role's own code raised."""
@@ -411,43 +410,55 @@ class Membership:
             self._run_ended(answer.ended)
         if answer.loads is not None:
             self.role.note_loads(answer.loads)
-        if answer.sequence > self._sequence:
+        if answer.sequence > self._events.sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
-            await self._take_snapshot(await self.ask_master(AskSnapshot(), Snapshot))
+            await self._events.take(await self.ask_master(AskSnapshot(), Snapshot))
 
-    # --- events
+
+class EventFeed:
+    """Follows the master's events, from a snapshot on, and keeps `directory`. `sequence`: number of the last event that
+    is known. on_end: called when the run has ended."""
+
+    def __init__(self, bus: Bus, master: str, snapshot: Snapshot, on_end: Callable[[Shutdown], None]) -> None:
+        self.directory = Directory(snapshot.policy)
+        self.sequence = 0
+        self._bus = bus
+        self._master = master
+        self._on_end = on_end
+        self._subscriber = self._subscribe(snapshot)
+
+    async def take(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot."""
+        if self._subscriber.address != reachable(snapshot.events, host_of(self._master)):
+            await self._subscriber.close()
+            self._subscriber = self._subscribe(snapshot)
+        if snapshot.sequence >= self.sequence:
+            self.sequence = snapshot.sequence
+            self.directory.take_policy(snapshot.policy)
+            listed = {member.identity: member for member in snapshot.members}
+            self._update(listed, [identity for identity in self.directory.members if identity not in listed])
+            self.directory.changed.notify()
+
+    def _subscribe(self, snapshot: Snapshot) -> Subscriber:
+        return self._bus.subscribe(reachable(snapshot.events, host_of(self._master)), self._on_event)
 
     def _on_event(self, sequence: int, event: Message) -> None:
-        if sequence <= self._sequence:
+        if sequence <= self.sequence:
             return
         match event:
             case PolicyPublished():
                 self.directory.take_policy(event.policy)
             case MembersChanged():
-                self._update_directory({m.identity: m for m in event.changed}, event.gone)
+                self._update({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
-                self._run_ended(event)
-        if sequence == self._sequence + 1:  # after a gap, only a snapshot has what was missed
-            self._sequence = sequence
+                self._on_end(event)
+        if sequence == self.sequence + 1:  # after a gap, only a snapshot has what was missed
+            self.sequence = sequence
         self.directory.changed.notify()
 
-    def _subscriber(self, snapshot: Snapshot) -> Subscriber:
-        return self.bus.subscribe(reachable(snapshot.events, host_of(self.master)), self._on_event)
-
-    async def _take_snapshot(self, snapshot: Snapshot) -> None:
-        if self._events.address != reachable(snapshot.events, host_of(self.master)):
-            await self._events.close()
-            self._events = self._subscriber(snapshot)
-        if snapshot.sequence >= self._sequence:
-            self._sequence = snapshot.sequence
-            self.directory.take_policy(snapshot.policy)
-            listed = {member.identity: member for member in snapshot.members}
-            self._update_directory(listed, [identity for identity in self.directory.members if identity not in listed])
-            self.directory.changed.notify()
-
-    def _update_directory(self, changed: dict[str, Member], gone: Iterable[str]) -> None:
+    def _update(self, changed: dict[str, Member], gone: Iterable[str]) -> None:
         for member in self.directory.update(changed, gone):
-            self.bus.forget(member.address)
+            self._bus.forget(member.address)
 
 
 async def first_answer(bus: Bus, master: str, message: Message, patience: float) -> Any:

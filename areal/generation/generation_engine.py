@@ -249,7 +249,7 @@ class GenerationEngine:
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
         params = _sampling_params(max_tokens=1, prompt_logprobs=top_k)
-        sequence = await self._scored(request_id, tokens, params)
+        sequence = await _scored(self._stream(request_id, tokens, params, self._salt()))
         assert isinstance(sequence.scores, TokenScores)
         return sequence.scores._replace(version=int(sequence.rows.versions[-1]))
 
@@ -259,19 +259,9 @@ class GenerationEngine:
         from vllm import PoolingParams
 
         params = PoolingParams(task="classify", use_activation=activation)
-        outputs = (await self._scored(request_id, tokens, params)).scores
+        outputs = (await _scored(self._stream(request_id, tokens, params, self._salt()))).scores
         assert isinstance(outputs, np.ndarray)
         return outputs
-
-    async def _scored(
-        self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams
-    ) -> _Sequence:
-        """The sequence of these tokens once it has `scores`."""
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, self._salt())) as sequences:
-            async for sequence in sequences:
-                if sequence.scores is not None:
-                    return sequence
-        raise EngineError("The engine gave no scores of a prompt.")
 
     async def _stream(
         self,
@@ -939,3 +929,12 @@ def _handed_over() -> EngineError:
 
 def _death(error: Exception) -> EngineError:
     return EngineError(f"The vLLM engine process died; its own log, above, says why ({type(error).__name__}).")
+
+
+async def _scored(stream: AsyncGenerator[_Sequence, None]) -> _Sequence:
+    """The sequence of a stream once it has `scores`."""
+    async with contextlib.aclosing(stream) as sequences:
+        async for sequence in sequences:
+            if sequence.scores is not None:
+                return sequence
+    raise EngineError("The engine gave no scores of a prompt.")

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
@@ -70,7 +70,7 @@ class Record:
         """The events since the last call, in the order in which they were written."""
         self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
         self._without = frozenset(without)
-        self._checked: set[Path] = set()
+        self.rollouts, self.checkpoints = KeptRollouts(folder / ROLLOUTS), KeptCheckpoints(folder)
         self._read: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
     # --- how it was configured
@@ -156,19 +156,15 @@ class Record:
 
     def update(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Take in the steps and evaluations since the last call, and return all of them."""
-        new = self._in_short(self._new_steps.read())
+        new = _in_short(self._new_steps.read(), self._without)
         if self._read is None:  # what a crash has left in both files is there once
             first = new[0]["step"] if new else math.inf
-            older = self._in_short(read_records(self.folder / OLDER[METRICS]))
+            older = _in_short(read_records(self.folder / OLDER[METRICS]), self._without)
             new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
         steps += new
         evaluations += self._new_evaluations.read()
         return self._read
-
-    def _in_short(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records of steps, without the values that are left out."""
-        return [{key: value for key, value in record.items() if key not in self._without} for record in records]
 
     @property
     def steps(self) -> list[int]:
@@ -229,28 +225,15 @@ class Record:
     # --- what it has kept
 
     @property
-    def checkpoints(self) -> list[Path]:
-        """Model folders, oldest first."""
-        return checkpoints_in(self.folder)
-
-    @property
     def versions(self) -> list[int]:
         """The versions whose weights it keeps: the one that it has begun with, and its checkpoints."""
-        return sorted({self.first_version, *map(version_of, self.checkpoints)})
+        return sorted({self.first_version, *map(version_of, self.checkpoints.folders)})
 
     @property
     def number_files(self) -> list[Path]:
         """The files of its steps and evaluations that are there, none of them through a link out of its folder."""
         files = [self.folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
         return [file for file in files if file.is_file() and not leaves(file, self.folder)]
-
-    def checkpoint(self, version: int) -> Path:
-        """The folder for the checkpoint of a version, which need not be there."""
-        return checkpoint_of(self.folder, version)
-
-    def facts(self, checkpoint: Path) -> dict[str, Any] | None:
-        """What a checkpoint says of its training; None if that is missing or damaged."""
-        return facts_of(checkpoint)
 
     def journal(self) -> AbstractContextManager[Journal]:
         """A copy of its journal. Raises UserError if it is missing or damaged."""
@@ -262,34 +245,63 @@ class Record:
         """Compare its parts with its journal, of the run `run` at `version`. Raises UserError."""
         compare_record(self.folder, run, version)
 
-    @property
-    def rollout_folder(self) -> Path:
-        return self.folder / ROLLOUTS
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of its model; None if the folder of the model is not here, or has none."""
+        return tokenizer_in(str(self.model))
 
-    def rollout_files(self) -> list[Path]:
+
+class KeptCheckpoints:
+    """The checkpoints of the run in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def folders(self) -> list[Path]:
+        """Model folders, oldest first."""
+        return checkpoints_in(self._folder)
+
+    def of(self, version: int) -> Path:
+        """The folder for the checkpoint of a version, which need not be there."""
+        return checkpoint_of(self._folder, version)
+
+    def facts(self, checkpoint: Path) -> dict[str, Any] | None:
+        """What a checkpoint says of its training; None if that is missing or damaged."""
+        return facts_of(checkpoint)
+
+
+class KeptRollouts:
+    """The rollouts in `folder`. Methods raise UserError if a file cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._checked: set[Path] = set()
+
+    def files(self) -> list[Path]:
         """Oldest first. Raises UserError if one is no file of rollouts."""
-        files = rollouts.files(self.rollout_folder)
+        files = rollouts.files(self.folder)
         for file in files:
             if file not in self._checked:
                 rollouts.check(file)
                 self._checked.add(file)
         return files
 
-    def tokenizer(self) -> Any | None:
-        """The tokenizer of its model; None if the folder of the model is not here, or has none."""
-        return tokenizer_in(str(self.model))
-
     def groups_by_step(self) -> Counter[int]:
-        """The number of trained groups in the rollouts, by step. Raises UserError if a file cannot be read."""
-        return rollouts.groups_by_step(self.rollout_folder)
+        """The number of trained groups, by step."""
+        return rollouts.groups_by_step(self.folder)
 
     def batches(self, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
-        """The trained groups in the rollouts, by step, from `first` on. Raises UserError if a file cannot be read."""
-        return rollouts.batches(self.rollout_folder, first)
+        """The trained groups, by step, from `first` on."""
+        return rollouts.batches(self.folder, first)
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows of the rollouts in the order of the files. Raises UserError if a file cannot be read."""
-        return read_rows(self.rollout_folder, columns)
+        """The rows in the order of the files."""
+        return read_rows(self.folder, columns)
+
+
+def _in_short(records: Iterable[dict[str, Any]], without: Collection[str]) -> list[dict[str, Any]]:
+    """The records of steps, without the values that are left out."""
+    return [{key: value for key, value in record.items() if key not in without} for record in records]
 
 
 def has_begun(folder: Path) -> bool:

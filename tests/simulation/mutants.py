@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from actors import generator
-from actors.gateway.gateway import Gateway
+from actors.gateway.open_sessions import OpenSessions
 from actors.gateway.user_sessions import UserSession
 from actors.generator import Generator, SharedDevices
 from actors.master import run_state
@@ -29,7 +29,7 @@ from actors.master.progress import Progress
 from actors.master.run_control import RunControl
 from actors.master.run_state import RunState
 from actors.master.training_requests import TrainingRequests
-from actors.rollout_manager import RolloutManager, _GroupStart
+from actors.rollout_manager import StoredGroups, _GroupStart
 from actors.runtime.membership import Membership
 from actors.runtime.works import Operation, Works
 from actors.sampling import sessions
@@ -557,24 +557,24 @@ def next_row_sampled() -> AbstractContextManager[None]:
 def stored_samples_sampled_again() -> AbstractContextManager[None]:
     """A rollout manager samples the whole of a group, whatever is stored of it."""
 
-    async def nothing(manager: RolloutManager, *_: Any) -> StoredSamples:
+    async def nothing(stored: StoredGroups, *_: Any) -> StoredSamples:
         return StoredSamples(places=(), start_version=None)
 
-    return patch.multiple(RolloutManager, _ask_stored=nothing)
+    return patch.multiple(StoredGroups, ask=nothing)
 
 
 def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
     """The samples of a group whose scores depend on each other are stored, and used again, one by one."""
-    stored, store = RolloutManager._ask_stored, RolloutManager._store
+    ask, store = StoredGroups.ask, StoredGroups.store
 
-    async def stored_of_any(manager: RolloutManager, permit: Permit, whole: bool) -> StoredSamples:
-        return await stored(manager, permit, False)
+    async def stored_of_any(stored: StoredGroups, permit: Permit, whole: bool) -> StoredSamples:
+        return await ask(stored, permit, False)
 
-    async def one_by_one(manager: RolloutManager, permit: Permit, row: Row, scored: Sequence[Any]) -> Any:
-        refusals = [await store(manager, permit, row, [one]) for one in scored]
+    async def one_by_one(stored: StoredGroups, permit: Permit, row: Row, scored: Sequence[Any]) -> Any:
+        refusals = [await store(stored, permit, row, [one]) for one in scored]
         return next(filter(None, refusals), None)
 
-    return patch.multiple(RolloutManager, _ask_stored=stored_of_any, _store=one_by_one)
+    return patch.multiple(StoredGroups, ask=stored_of_any, store=one_by_one)
 
 
 def groups_in_order_of_arrival() -> AbstractContextManager[None]:
@@ -607,10 +607,10 @@ def stored_samples_however_old() -> AbstractContextManager[None]:
 def saved_calls_sampled_again() -> AbstractContextManager[None]:
     """A rollout manager samples an unfinished sample anew, whatever calls of it are stored."""
 
-    async def nothing(manager: RolloutManager, permit: Permit, place: int) -> list[SavedCall]:
+    async def nothing(stored: StoredGroups, permit: Permit, place: int) -> list[SavedCall]:
         return []
 
-    return patch.multiple(RolloutManager, _calls=nothing)
+    return patch.multiple(StoredGroups, calls=nothing)
 
 
 def saved_calls_of_another_sample() -> AbstractContextManager[None]:
@@ -932,16 +932,16 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
 
 def sessions_trained_twice() -> AbstractContextManager[None]:
     """Who talks on after the reward of a session goes on in its sample, under a new permit."""
-    add = Gateway._add
+    add = OpenSessions._add
 
-    def go_on(gateway: Gateway, name: str, group: Any) -> UserSession:
-        session, earlier = add(gateway, name, group), vars(gateway).setdefault("earlier", {})
+    def go_on(sessions: OpenSessions, name: str, group: Any) -> UserSession:
+        session, earlier = add(sessions, name, group), vars(sessions).setdefault("earlier", {})
         if name in earlier:
             session.sample.forest, session.sample._finished = earlier[name].forest, earlier[name]._finished
         earlier[name] = session.sample
         return session
 
-    return patch.multiple(Gateway, _add=go_on)
+    return patch.multiple(OpenSessions, _add=go_on)
 
 
 def sessions_of_two_gateways() -> AbstractContextManager[None]:

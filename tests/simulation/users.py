@@ -194,7 +194,7 @@ class _Conversation:
 
         def begin() -> None:
             role = one.actor.role
-            task = asyncio.get_running_loop().create_task(do(role))
+            task = asyncio.get_running_loop().create_task(do(role.sessions))
             tasks.append(task)
             role.door.requests.add(task)
             task.add_done_callback(role.door.requests.discard)

@@ -10,7 +10,7 @@ import pytest
 import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import ROWS_AHEAD, RolloutManager, _GroupStart, _GroupStore, _Scored
+from actors.rollout_manager import ROWS_AHEAD, RolloutManager, StoredGroups, _GroupStart, _GroupStore, _Scored
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.jobs import SampleFailed
@@ -75,6 +75,7 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     actor.member.directory = actor.directory
     sampling.services = Services(actor.config, *[None] * 3, succeeded=1)
     sampling._causes = {"workflow"}  # was reported before
+    actor._stored = StoredGroups(sampling, None)
     return actor
 
 
@@ -264,7 +265,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
         actor = alone(RolloutManager)
         actor.directory.update({trainer.identity: trainer}, ())
         actor.member.ask = ask
-        return await actor._store(permit, Row(0, "", "", None, {}), [scored])
+        return await StoredGroups(actor.sampling, None).store(permit, Row(0, "", "", None, {}), [scored])
 
     scored = _Scored(0, asyncio.run(workflow(None, None)), Note(discarded=4))
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
@@ -286,8 +287,9 @@ async def test_the_trainer_gets_the_pictures_of_samples_that_it_lacks():
     digests = np.array([[*bytes.fromhex(name)] for name in files], np.uint8)
     pictured = replace(plain, pictures=digests[[0, 0, 1, *[0] * (len(plain) - 3)]])
     permit, row = Permit(group="g0.0", prompt_index=0, row=0, min_version=0), Row(0, "", "", None, {"answer": 1})
-    await manager._store(permit, row, [_Scored(0, pictured, Note(), files), _Scored(1, pictured, Note(), files)])
-    await manager._store(permit, row, [_Scored(0, plain, Note(), files)])
+    stored = StoredGroups(manager.sampling, None)
+    await stored.store(permit, row, [_Scored(0, pictured, Note(), files), _Scored(1, pictured, Note(), files)])
+    await stored.store(permit, row, [_Scored(0, plain, Note(), files)])
     offer, store, *samples = sent
     assert offer.names == (digest_of(b"old"), digest_of(b"new"))
     assert [content.tobytes() for content in store.files] == [b"new"]

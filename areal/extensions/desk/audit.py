@@ -188,7 +188,7 @@ class Audit:
         trained: Counter[int] = Counter()
         once, bound, rewarded = (self.findings[check] for check in (_ONCE, _BOUND, _REWARDS))
         seen: dict[int, int] = {}
-        for step, batch in self.record.batches():
+        for step, batch in self.record.rollouts.batches():
             trained.update(group.prompt_index for group in batch)
             seen[step] = seen.get(step, 0) + 1
             self._check_batch(step, batch, journal, once)
@@ -269,7 +269,7 @@ class Audit:
             finding.unknown.append(f"the tokenizer of {self.config.model} is not here")
             return
         names = ["step", "group", "sample", "prompt", "completion", "tokens", "prompt_tokens"]
-        for row in self.record.rows(names):
+        for row in self.record.rollouts.rows(names):
             number += 1
             if not reads_as_kept(tokenizer, row):
                 finding.faults.append(f"sample {row['sample']} of group {row['group']} of step {row['step']}")
@@ -279,8 +279,8 @@ class Audit:
 
     def _check_training(self, run: str) -> None:
         weights, versions = self.findings[_WEIGHTS], self.findings[_VERSIONS]
-        for checkpoint in self.record.checkpoints:
-            facts = self.record.facts(checkpoint)
+        for checkpoint in self.record.checkpoints.folders:
+            facts = self.record.checkpoints.facts(checkpoint)
             if facts is None or facts["run"] != run:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
@@ -339,7 +339,7 @@ class _TokenVersions:
 
     def __init__(self, variant: Replay, limit: float, finding: AuditFinding) -> None:
         self._limit, self._finding = limit, finding
-        self._coming = variant.run.batches(variant.first + 1)  # also after its last
+        self._coming = variant.run.rollouts.batches(variant.first + 1)  # also after its last
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 

@@ -75,11 +75,11 @@ def export(options: Namespace) -> None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
     record = Record(rollouts.parent)
     config = record.config
-    texts = Texts(load_tokenizer(str([config.model, *record.checkpoints][-1]), config.data), config)
-    texts.chat = all(row["turns"] == 1 and not row["branch"] for row in record.rows(["turns", "branch"])) and (
-        texts.chat_prompt(next(record.rows(["row", "prompt"]))) is not None
+    texts = Texts(load_tokenizer(str([config.model, *record.checkpoints.folders][-1]), config.data), config)
+    texts.chat = all(row["turns"] == 1 and not row["branch"] for row in record.rollouts.rows(["turns", "branch"])) and (
+        texts.chat_prompt(next(record.rollouts.rows(["row", "prompt"]))) is not None
     )
-    groups = groups_of(record.rows([*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
+    groups = groups_of(record.rollouts.rows([*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
     counts, schema = Export(), _schema(kind, texts.chat)
     least = options.min_reward
     rows = (

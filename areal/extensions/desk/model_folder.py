@@ -44,11 +44,11 @@ class ModelScores(NamedTuple):
 
 def write_model(record: Record, output: Path) -> None:
     """Make the folder `output` of the newest checkpoint of a run. Raises UserError if there is none."""
-    if not record.checkpoints or not record.settings:
+    if not record.checkpoints.folders or not record.settings:
         raise UserError(
             f"{record.folder} has no checkpoint: give the folder of a run that has trained until its first one."
         )
-    checkpoint, config = within(record.checkpoints[-1], record.folder), record.config
+    checkpoint, config = within(record.checkpoints.folders[-1], record.folder), record.config
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
         (target / CONFIG).write_text(write_yaml(_public(record.settings)))

@@ -106,10 +106,10 @@ class Replay:
     @property
     def checkpoint(self) -> Path:
         """The one that it starts from, unless `first` is 0."""
-        return self.run.checkpoint(self.first)
+        return self.run.checkpoints.of(self.first)
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
-        batches = self.run.batches(self.first + 1)
+        batches = self.run.rollouts.batches(self.first + 1)
         for step, batch in itertools.takewhile(lambda pair: pair[0] <= self.last, batches):
             if remaining := [group for group in batch if (step, group.id) not in self.without]:
                 yield step, remaining
@@ -198,14 +198,14 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
         raise UserError(f"--steps {steps} is not in the {trained} steps of {run.folder}: write A:B, after A up to B.")
-    if (first or begin) and not run.checkpoint(first).is_dir():
+    if (first or begin) and not run.checkpoints.of(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
         raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
     return first, last
 
 
 def _check_rollouts(run: Record, config: Config, first: int, last: int) -> None:
-    counts = run.groups_by_step()
+    counts = run.rollouts.groups_by_step()
     for step in range(first + 1, last + 1):
         if counts[step] == config.batch_size:
             continue
@@ -469,7 +469,7 @@ def keeps_weights(run: Record, step: int) -> bool:
     where there are adapters, or vision beside the text model."""
     if _final_stamp(run, step):
         return True
-    checkpoint = run.checkpoint(step)
+    checkpoint = run.checkpoints.of(step)
     return checkpoint.is_dir() and not (run.config.trainer.lora or is_wrapper(checkpoint))
 
 
@@ -485,7 +485,7 @@ def _recorded_stamp(variant: Replay, step: int) -> str | None:
         return stamp
     if not keeps_weights(variant.run, step):
         return None
-    files = Manifest.of(variant.run.checkpoint(step)).files
+    files = Manifest.of(variant.run.checkpoints.of(step)).files
     return Manifest(tuple(file for file in files if file.name.endswith(".safetensors"))).stamp
 
 

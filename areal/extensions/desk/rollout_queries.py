@@ -133,7 +133,7 @@ class Rollouts:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._folder = record.rollout_folder.resolve()
+        self._folder = record.rollouts.folder.resolve()
         settings: dict[str, str | bool | int | float | list[str]] = {
             "threads": THREADS,
             "memory_limit": MEMORY,
@@ -286,7 +286,7 @@ class Rollouts:
 
     def _read(self, read: "Callable[[_Ask, list[str]], T]", ask: "_Ask") -> T:
         for attempt in range(_ATTEMPTS):
-            paths = [str(path) for path in self._record.rollout_files()]
+            paths = [str(path) for path in self._record.rollouts.files()]
             if not paths:
                 break
             try:

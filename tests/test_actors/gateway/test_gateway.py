@@ -504,7 +504,7 @@ async def test_the_other_protocols_and_a_session_that_user_names(city):
         status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
         assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
         status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
-        assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway.sessions._unnamed["anna"])
 
 
 async def test_tokens_are_counted_without_a_session(city):
@@ -513,7 +513,7 @@ async def test_tokens_are_counted_without_a_session(city):
         status, counted, _ = await client.ask("messages/count_tokens", question)
         assert status == 200 and counted["input_tokens"] > 5
         assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
-        assert not len(city.ledger.state.groups) and not client.gateway._sessions
+        assert not len(city.ledger.state.groups) and not client.gateway.sessions._sessions
 
 
 async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
@@ -523,9 +523,9 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
         for holder in (user, other):  # the master gives it to whoever asks first
             city.now += 61
             city.ledger.leases.expire(city.now)
-            await holder.gateway._renew()
+            await holder.gateway.sessions.renew()
             assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
-        await user.gateway._renew()
+        await user.gateway.sessions.renew()
         assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
         assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
         assert (await other.reward(1))[1]["state"] == "ready"
@@ -609,7 +609,7 @@ async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has
         await user.say("hi")
         city.now += 61
         city.ledger.leases.expire(city.now)
-        await other.gateway._renew()
+        await other.gateway.sessions.renew()
         hold.append("gateway/1")
         assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
         assert text_of(await other.say("hi", "hello", "how?")) == "fine"
@@ -693,7 +693,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
     async with city.gateway() as user:
         user.gateway.sampling.ask_trainer = slow
         await user.say("hi")
-        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
+        reward = asyncio.create_task(user.gateway.sessions.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
         await waiting.wait()
         reward.cancel()
         await asyncio.gather(reward, return_exceptions=True)
@@ -739,13 +739,13 @@ async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward
     city.says = ["hello"]
     async with city.gateway() as user:
         await user.say("hi")
-        session, ask = user.gateway._sessions["anna:s"], user.gateway._ask_session
+        session, ask = user.gateway.sessions._sessions["anna:s"], user.gateway.sessions._links.ask
 
         async def expire(*question):
             session.group = None
             return await ask(*question)
 
-        user.gateway._ask_session = expire
+        user.gateway.sessions._links.ask = expire
         status, body = await user.reward(1, id="a")
         assert (status, body["changed"]) == (200, False)
     assert city.trained == {}
@@ -762,7 +762,7 @@ async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_
         await user.say("hi", "hello", "how?")
     async with city.gateway(1) as user:
         assert await user.reward(0.5, call=answer, id="a") == (200, call)
-        assert user.gateway._sessions["anna:s"].chat.rewards == {answer: -1}
+        assert user.gateway.sessions._sessions["anna:s"].chat.rewards == {answer: -1}
         assert await asyncio.gather(*(user.reward(1, id="c") for _ in "12")) == [(200, taken)] * 2
     (sample,) = city.trained.values()
     assert sample.reward == 0, "1 for the session, and -1 for its answer"
@@ -784,10 +784,13 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
     async with city.gateway() as user:
         await user.say("hi")
         asked = []
-        ask, user.gateway._ask_session = user.gateway._ask_session, lambda *about: asked.append(about) or ask(*about)
+        ask, user.gateway.sessions._links.ask = (
+            user.gateway.sessions._links.ask,
+            lambda *about: asked.append(about) or ask(*about),
+        )
         first = await user.reward(1, id="a")
         assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
-        user.gateway._ask_session = ask
+        user.gateway.sessions._links.ask = ask
         await user.say("hi", "hello", "how?")
         assert await user.reward(1, id="a") == first
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
@@ -828,19 +831,19 @@ async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_a
     monkeypatch.setattr("actors.gateway.user_sessions._since_boot", lambda: (there, at))
     async with city.gateway(0) as user:
         await user.say("hi")
-        user.gateway._sessions["anna:s"].begun -= 200
+        user.gateway.sessions._sessions["anna:s"].begun -= 200
         await user.say("and?")
     at += 1000 if host == "the same" else 3600
     there = "a boot" if host == "the same" else "another one"
     async with city.gateway(1) as user:
 
         async def waits(message, answer):
-            user.gateway._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
+            user.gateway.sessions._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
             return await city.ask_trainer(message, answer)
 
         user.gateway.sampling.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
-        session = user.gateway._sessions["anna:s"]
+        session = user.gateway.sessions._sessions["anna:s"]
         age = asyncio.get_running_loop().time() - session.begun
         assert 0 <= age - (1200 if host == "the same" else 200) < 100
 

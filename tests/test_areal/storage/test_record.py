@@ -43,9 +43,11 @@ def test_what_a_run_has_written_is_read_and_nothing_is_changed(folder):
     assert record.settings == {"name": "demo", "model": "quickstart", "steps": 9}
     assert (record.changed_after(1), record.changed_after(2)) == ({"trainer.lr": 1.0}, {})
     assert [event["time"] for event in record.events] == [1.0, 2.0]
-    assert (record.versions, record.checkpoint(4)) == ([0, 2, 4], record.checkpoints[-1])
-    assert record.groups_by_step() == {1: 2, 2: 2, 3: 2} and [step for step, _ in record.batches(2)] == [2, 3]
-    assert len({row["group"] for row in record.rows(["group"])}) == 7
+    assert (record.versions, record.checkpoints.of(4)) == ([0, 2, 4], record.checkpoints.folders[-1])
+    assert record.rollouts.groups_by_step() == {1: 2, 2: 2, 3: 2} and [
+        step for step, _ in record.rollouts.batches(2)
+    ] == [2, 3]
+    assert len({row["group"] for row in record.rollouts.rows(["group"])}) == 7
     assert record.ending is None and record.summary == {}
     assert files_in(folder) == files_before
 

@@ -15,7 +15,7 @@ from areal.base.errors import UserError
 from areal.extensions.desk import rollout_queries as rollouts
 from areal.extensions.desk.rollout_queries import Rollouts, Where, condition, sql_condition
 from areal.samples.trajectory import pieces
-from areal.storage.record import Record
+from areal.storage.record import KeptRollouts, Record
 from areal.storage.rollouts import SCHEMA
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_is_removed_meanwhile_does_not_matter(run, monkeypatch):
     listed = [sorted((run / "rollouts").glob("*.parquet")), sorted((run / "rollouts").glob("*.parquet"))[1:]]
     listed[0][0].unlink()
     (run / "rollouts" / "000004.tmp").write_bytes(b"PAR1")
-    monkeypatch.setattr(Record, "rollout_files", lambda record: listed.pop(0))
+    monkeypatch.setattr(KeptRollouts, "files", lambda kept: listed.pop(0))
     assert rows(run, Where()).fates == {"trained": 8, "filtered": 2}
 
 
@@ -259,7 +259,7 @@ def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change):
     error = capsys.readouterr().err
     assert "rollouts of this format have other columns" in error and error.count("\n") == 1
     with pytest.raises(UserError, match="rollouts of this format have other columns"):
-        list(Record(run).rows(["group"]))
+        list(Record(run).rollouts.rows(["group"]))
 
 
 def test_of_pictures_their_files_are_printed(tmp_path, capsys):
