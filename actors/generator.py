@@ -41,7 +41,7 @@ from actors.weights.weight_service import WeightFetcher
 from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.devices import shares_devices
+from areal.devices import shares_devices, transfer_backend
 from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.samples.pictures import digest_of
@@ -192,7 +192,7 @@ class Generator(Actor):
                 seed=member.engine_seed,
                 lora=config.trainer.lora,
                 sleeps=config.colocate,
-                transfer=config.weights.backend,
+                transfer=transfer_backend(config.weights),
                 routes=bool(config.steps) and config.trainer.routing == "replay",
             )
 
@@ -415,7 +415,7 @@ class Generator(Actor):
         """Load the wanted policy. If its files are missing or torn, retry, alternating between the newest published
         policy and the wanted one. Sequences continue to run while the weights are fetched. A direct transfer is tried
         once; if it fails, the files are loaded."""
-        alternate, direct = False, self.config.weights.backend is not None
+        alternate, direct = False, self.config.weights.direct
         began = asyncio.get_running_loop().time()
         while True:
             try:

@@ -16,6 +16,7 @@ import psutil
 
 from areal.base.errors import UserError
 from areal.config import Config
+from areal.config.engine_sections import WeightsConfig
 from areal.config.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -83,10 +84,10 @@ def memory_kills() -> int:
     return 0
 
 
-def check_transport(transport: str | None) -> None:
-    """Raises UserError if weights cannot be sent by `weights.transport` from or to this machine."""
-    if transport == "nccl" and not visible_devices():
-        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
+def transfer_backend(config: WeightsConfig) -> str | None:
+    """The backend of vLLM's weight transfer by which a trainer sends into engines, and they receive, on machines like
+    this one; None: weights do not go straight into engines."""
+    return ("nccl" if visible_devices() else "gloo") if config.direct else None
 
 
 @cache
@@ -149,10 +150,10 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
         and shares.keys() == {"trainer/0", "generator/0"}
         and config.trainer.ranks == config.generator.devices == 1
     ):
-        if config.weights.transport == "nccl":
+        if config.weights.direct:
             raise UserError(
-                "weights.transport=nccl does not work between a trainer and a generator that share one GPU, since NCCL "
-                "refuses two ranks on a device: set it to folder."
+                "weights.transport=direct does not work between a trainer and a generator that share one GPU, since "
+                "NCCL refuses two ranks on a device: set it to folder."
             )
         return dict.fromkeys(shares, {VISIBLE: devices[0]} | ({} if config.colocate else {SHARES: "1"}))
     if total > len(devices):

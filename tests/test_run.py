@@ -178,7 +178,7 @@ def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small,
 
 @pytest.mark.slow
 def test_weights_go_from_a_trainer_with_zero_3_straight_into_generators_one_of_which_is_killed(run, small, tmp_path):
-    overrides = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=gloo", "steps=12"]
+    overrides = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=direct", "steps=12"]
     started = run("--config", CONFIG, *small, *overrides)
     folder = tmp_path / "runs" / "test"
     while not (folder / "metrics.jsonl").is_file() or len(read_jsonl(folder / "metrics.jsonl")) < 3:
@@ -342,9 +342,11 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.ports=[20100, 20000]"], "network.ports is [20100, 20000]"),
         (["network.ports=[20000, 20004]"], "and the master at one more: give 6"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
-        (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
-        (["weights.transport=gloo", "colocate=true"], "sends weights straight into them"),
-        (["weights.transport=gloo", "trainer.lora.rank=4"], "sends whole models, but trainer.lora publishes adapters"),
+        (["weights.transport=direct", "colocate=true"], "sends weights straight into them"),
+        (
+            ["weights.transport=direct", "trainer.lora.rank=4"],
+            "sends whole models, but trainer.lora publishes adapters",
+        ),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
     ],
 )
@@ -457,7 +459,6 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["model=./nowhere"], "There is no model folder ./nowhere"),
         (["data.source=none.jsonl"], "none.jsonl cannot be read"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
-        (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["run_dir=rows.jsonl"], "run folder rows.jsonl/test cannot be used"),
         (["run_dir=/proc/x"], "run folder /proc/x/test cannot be used (no folder can be made in /proc)"),

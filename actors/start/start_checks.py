@@ -8,7 +8,7 @@ from actors.start.preflight import check, check_options, free_port
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.config.roles import ROLES
-from areal.devices import check_transport, deal_out, visible_devices
+from areal.devices import deal_out, visible_devices
 from areal.models import lacks_quickstart
 from areal.storage.claim import check_free, check_room
 from protocols.addresses import host_of, is_loopback
@@ -41,7 +41,6 @@ def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> d
     them. Returns environment variables of its actors, by their names. Raises UserError."""
     if len(config.own_rewards) > MAX_SERVED:
         raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
-    check_transport(config.weights.transport)
     check(config, weights=weights, rows=rows)
     roles = roles_here(config)
     environments = deal_out(config, roles)

@@ -49,7 +49,7 @@ from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.devices import shares_devices, visible_devices
+from areal.devices import shares_devices, transfer_backend, visible_devices
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Group, TokenValues
 from areal.storage.disk import DiskRetry
@@ -184,7 +184,7 @@ class Trainer(Actor):
         self._guard = Guard(limits, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
         host = host_of(member.listen_address.reached_at(""))
-        self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
+        self._direct = DirectSender(transfer_backend(self.config.weights), self.directory, host, VERSIONS_KEPT)
         member.used.callback(self._direct.close)
         member.serve(self._weight_server)
         member.serve(self._direct)

@@ -27,7 +27,6 @@ from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
 from areal.base.errors import explain
 from areal.config import Config
-from areal.devices import check_transport
 from areal.generation.generation_engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
@@ -44,9 +43,8 @@ log = structlog.get_logger()
 
 
 async def load_transport(config: Config) -> None:
-    """Load vLLM's part of the trainer's end, which takes seconds. Raises UserError, as `check_transport` does."""
-    check_transport(config.weights.transport)
-    if config.weights.backend:
+    """Load vLLM's part of the trainer's end, which takes seconds."""
+    if config.weights.direct:
         await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
 
 

@@ -159,7 +159,7 @@ class WeightFetcher(WeightServer):
         try:
             return await _checked(policy)
         except TornWeights:
-            if self._config.backend is None:
+            if not self._config.direct:
                 raise
         return await self._fetch_files(policy)
 

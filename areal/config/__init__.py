@@ -138,17 +138,17 @@ class Config(ScoringConfig, metaclass=_Checked):
                 f"name is {self.name[:120]!r}, which no run folder can have: use up to 100 letters, digits, `_`, "
                 f"`-` and dots, not only dots and no `-` first"
             )
-        if self.weights.backend and self.trainer.lora:
+        if self.weights.direct and self.trainer.lora:
             yield (
-                f"weights.transport={self.weights.transport} sends whole models, but trainer.lora publishes adapters: "
-                f"set weights.transport to folder or stream"
+                "weights.transport=direct sends whole models, but trainer.lora publishes adapters: "
+                "set weights.transport to folder or stream"
             )
         if self.colocate and not self.generator.interrupt:
             yield "colocate=true interrupts running sequences, but generator.interrupt is false: leave one of them out"
-        if self.colocate and self.weights.backend:
+        if self.colocate and self.weights.direct:
             yield (
-                f"colocate=true puts engines to sleep, but weights.transport={self.weights.transport} sends weights "
-                f"straight into them: set weights.transport to folder or stream"
+                "colocate=true puts engines to sleep, but weights.transport=direct sends weights "
+                "straight into them: set weights.transport to folder or stream"
             )
         if self.colocate and self.trainer.offload != "none":
             yield (

@@ -114,14 +114,14 @@ class ScorerConfig(EngineConfig):
 class WeightsConfig(Section):
     """How new weights reach the generators; docs/generation.md says when to use which setting."""
 
-    transport: Literal["folder", "stream", "nccl", "gloo"] = "folder"
-    """folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, gloo: from the
-    trainer straight into each engine's weights, by vLLM's weight transfer"""
+    transport: Literal["folder", "stream", "direct"] = "folder"
+    """folder: all nodes share weights.folder; stream: over the bus, from generator to generator; direct: from the
+    trainer straight into each engine's weights, by vLLM's weight transfer (NCCL; without a GPU gloo)"""
     folder: UserPath | None = None
     """holds a folder of weights per run, for example /dev/shm; null: the run folder"""
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
 
     @property
-    def backend(self) -> str | None:
-        """The backend of vLLM's weight transfer by which the trainer sends to engines directly; None: it does not."""
-        return None if self.transport in ("folder", "stream") else self.transport
+    def direct(self) -> bool:
+        """Whether the trainer sends weights straight into engines."""
+        return self.transport == "direct"

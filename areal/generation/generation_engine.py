@@ -37,7 +37,7 @@ from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
-from areal.devices import SHARES, check_transport, visible_devices
+from areal.devices import SHARES, visible_devices
 from areal.models import check_mixture, shapes_in
 from areal.samples.table import Finish, Generation, TokenTable
 from areal.samples.tokenizer import tokenizer_in
@@ -759,7 +759,6 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
     if on_cpu:
         cpu.set_environment(config)
         cpu.check_settings(config)
-    check_transport(use.transfer)
     check_mixture(model, use.lora, cuda=not on_cpu)
     vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
     failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"

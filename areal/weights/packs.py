@@ -28,6 +28,6 @@ def packs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[
         yield pack
 
 
-def sending_bytes(backend: str | None, largest: int) -> int:
-    """Memory that the trainer's first GPU needs to send weights by `backend`. largest: bytes of the largest tensor."""
-    return SENDS_AT_ONCE * (PACKED_BYTES + largest) if backend == "nccl" else 0
+def sending_bytes(largest: int) -> int:
+    """Memory that the trainer's first GPU needs to send weights directly. largest: bytes of the largest tensor."""
+    return SENDS_AT_ONCE * (PACKED_BYTES + largest)

@@ -1,7 +1,7 @@
 """Sends weights straight into the engines of generators, by vLLM's weight transfer.
 
-vLLM has the two ends of `nccl`. `gloo` is defined here: it is `nccl` with another process group and without streams of
-a GPU, so that all else can run on the CPU. Each generator has a group of its own, with the trainer as rank 0 and one
+vLLM has the two ends of `nccl`. `gloo`, for machines without a GPU, is defined here: it is `nccl` with another process
+group and without streams of a GPU. Each generator has a group of its own, with the trainer as rank 0 and one
 rank for each process of the engine.
 
 The trainer's end packs tensors by itself, too. vLLM's own has each one twice in the GPU's memory, and all groups of a

@@ -8,7 +8,7 @@ which is all that a generator interrupts its sequences for. All of them share th
   /dev/shm        all read one folder in memory
   stream          through the bus, from receiver to receiver, all of it
   stream, delta   the same, but only what has changed
-  gloo            from the trainer straight into the memory of each, which is interrupted until all has landed
+  direct          from the trainer straight into the memory of each, which is interrupted until all has landed
 
 In every round these are timed as well: a plain copy of the file on the disk, one from memory to memory, and one over a
 bare TCP connection into a file of the first receiver.
@@ -42,6 +42,7 @@ from actors.runtime.directory import Directory
 from actors.weights.direct_weights import DirectSender
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config.engine_sections import WeightsConfig
+from areal.devices import transfer_backend
 from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
 from protocols.messages import FetchWeights, Member, Policy
@@ -59,7 +60,7 @@ WAYS = {
     "/dev/shm": {"transport": "folder"},
     "stream": {"transport": "stream", "delta": False},
     "stream, delta": {"transport": "stream", "delta": True},
-    "gloo": {"transport": "gloo"},
+    "direct": {"transport": "direct"},
 }
 LOOPBACK = "tcp://127.0.0.1:*"
 CHANGED, TENSOR, PATTERN = 0.05, 1 << 24, 1 << 24
@@ -99,7 +100,9 @@ class Trainer:
         self._config = config
         self._server = WeightServer(VERSIONS_KEPT)
         self._directory = Directory(Policy(lineage=0, version=0, folder=""))
-        self._direct = DirectSender(WeightsConfig(**config).backend, self._directory, "127.0.0.1", VERSIONS_KEPT)
+        self._direct = DirectSender(
+            transfer_backend(WeightsConfig(**config)), self._directory, "127.0.0.1", VERSIONS_KEPT
+        )
         self._version = 0
         self._receivers: list[asyncio.subprocess.Process] = []
         self._members: list[Member] = []
@@ -227,7 +230,7 @@ async def receive(setup: dict[str, Any]) -> None:
             continue
         defaults["members"] = [Member.model_validate_json(member) for member in order["members"]]
         policy = defaults["policy"] = Policy.model_validate_json(order["policy"])
-        if config.backend:
+        if config.direct:
             end = end or TransferEnd(bus, defaults["members"][0])
             paused = await end.receive(policy)
             print(json.dumps({"pause_seconds": paused, "fetch_seconds": paused}), flush=True)

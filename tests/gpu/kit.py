@@ -91,7 +91,7 @@ SMALL_PAPER = (
     "trainer.dtype=float32",
     "generator.dtype=float32",
 )
-ZERO_3, GLOO = ("trainer.ranks=2", "trainer.zero_stage=3"), ("weights.transport=gloo",)
+ZERO_3, DIRECT = ("trainer.ranks=2", "trainer.zero_stage=3"), ("weights.transport=direct",)
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest `logprob_gap` of a step, nats."""
 
@@ -443,10 +443,10 @@ STAGES = (
     Stage("offload", trained("offload", "trainer.offload=optimizer", "trainer.zero_stage=1"), 120),
     Stage("kills", kills, 270),
     Stage("resume", resume, 200),
-    Stage("direct", trained("direct", *GLOO, gpu=["weights.transport=nccl"]), 120, gpus=2),
+    Stage("direct", trained("direct", *DIRECT), 120, gpus=2),
     Stage("tensor-parallel", parallel("tensor-parallel", "generator.tensor_parallel=2"), 200, gpus=2),
     Stage("zero-3", parallel("zero-3", *ZERO_3), 200, gpus=2),
-    Stage("zero-3-direct", trained("zero-3-direct", *ZERO_3, *GLOO, gpu=["weights.transport=nccl"]), 200, gpus=3),
+    Stage("zero-3-direct", trained("zero-3-direct", *ZERO_3, *DIRECT), 200, gpus=3),
 )
 
 

@@ -102,7 +102,7 @@ say()
     ("transport", "own", "found"),
     [
         ("folder", {}, "expandable_segments:True None"),
-        ("nccl", {"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
+        ("direct", {"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
         ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
     ],
 )
@@ -130,9 +130,11 @@ def test_only_a_trainer_of_one_rank_and_one_generator_share_a_single_device(caps
     assert capsys.readouterr().err == ""
 
 
-def test_two_on_one_device_cannot_send_weights_by_nccl():
-    config = run_of().model_copy(update={"weights": WeightsConfig(transport="nccl")})
-    with pytest.raises(UserError, match=r"weights\.transport=nccl .* refuses two ranks on a device: set it to folder"):
+def test_two_on_one_device_cannot_send_weights_directly():
+    config = run_of().model_copy(update={"weights": WeightsConfig(transport="direct")})
+    with pytest.raises(
+        UserError, match=r"weights\.transport=direct .* refuses two ranks on a device: set it to folder"
+    ):
         deal_out_devices(config, ["trainer", "generator"], ["0"])
     assert dealt(config, "01") == {"trainer/0": "0", "generator/0": "1"}
     assert deal_out_devices(config, ["generator"], ["0"]) == {"generator/0": {"CUDA_VISIBLE_DEVICES": "0"}}

@@ -231,7 +231,7 @@ def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float
     module: the experts of a layer are one, and so are their gradients where one is sent alone. Weights that are sent
     straight into engines take what `sending_bytes` says."""
     size = BYTES[config.trainer.dtype]
-    buckets: float = sending_bytes(config.weights.backend, size * model.largest)
+    buckets: float = sending_bytes(size * model.largest) if config.weights.direct else 0
     if stage or ranks > 1:
         elements = min(max(model.bucket, model.part_tensor) if stage else LARGEST_BUCKET, model.trained)
         buckets += elements * (size + 4 if stage == 2 and size < 4 else 4)

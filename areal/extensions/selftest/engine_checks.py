@@ -55,7 +55,7 @@ class EngineTest:
         self._test, self._name, self._config, self._start, self._folder = test, name, config, start, folder
         self.trainer = start("trainer")
         self._generator: CheckProcess | None = None
-        self._direct = DIRECT if config.weights.backend else set()
+        self._direct = DIRECT if config.weights.direct else set()
         self._turns = TURNS if config.colocate else set()
         self._kept = {"kept cache"} if config.generator.kv_on_update == "keep" and not config.trainer.lora else set()
         self._compared = (COMPARED - {"kept cache"}) | self._kept

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal.config import Config
-from areal.devices import visible_devices
+from areal.devices import transfer_backend, visible_devices
 from areal.extensions.selftest.disk_checks import size_of
 from areal.extensions.selftest.findings import REPORT, Finding
 from areal.extensions.selftest.reference_models import kept_logprobs, model_of, reference_logprobs
@@ -64,7 +64,7 @@ class GenerationChecks:
             version=0,
             lora=self._config.trainer.lora,
             sleeps=self._config.colocate,
-            transfer=self._config.weights.backend,
+            transfer=transfer_backend(self._config.weights),
         )
         self._engine.keeps_cache = False
         seconds = time.perf_counter() - started
@@ -180,7 +180,7 @@ class GenerationChecks:
         model = model_of(Path(self._config.model), Path(published), Path(scratch))
         exact = reference_logprobs(model, sequences, self._config)
         measured, values = load_cost(await self._receiving.times(), size_of(Path(published)))
-        measured = f"{self._config.weights.backend}: {measured}"
+        measured = f"{transfer_backend(self._config.weights)}: {measured}"
         if exact is None:
             return [Finding("transport", "ok", f"{measured}; the model is too large to compare", values=values)]
         return [check_received(sequences, exact, self._config.generator.dtype, measured, values)]

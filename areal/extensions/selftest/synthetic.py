@@ -62,11 +62,11 @@ def tiny_runs(model: Path, dtype: str, gpus: int) -> dict[str, Config]:
     """The runs of the tiny model that a machine with so many GPUs is tested with, by name. All GPUs take part, and both
     engines are divided where there are enough. On GPUs a second run has trainer and generator in turns."""
     if not gpus:
-        return {"tiny": tiny_config(model, dtype, "gloo")}
+        return {"tiny": tiny_config(model, dtype, "direct")}
     parallel = 2 if gpus > 2 else 1
     ranks = max(1, gpus - parallel)
     trainer = {"ranks": ranks, "zero_stage": 3 if ranks > 1 else 0}
-    transport = "nccl" if gpus > 1 else "folder"  # NCCL refuses two ranks on one GPU
+    transport = "direct" if gpus > 1 else "folder"  # NCCL refuses two ranks on one GPU
     apart = tiny_config(model, dtype, transport, trainer=trainer, generator={"tensor_parallel": parallel})
     parallel = min(2, gpus)
     everywhere = {"ranks": gpus, "zero_stage": 2 if gpus > 1 else 0}

@@ -18,7 +18,7 @@ import torch
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.cpu import deepspeed_on_cpu as cpu
-from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
+from areal.devices import ASK_SECONDS, CORES, settle, transfer_backend, visible_devices
 from areal.extensions.desk.plan import count_parameters, read_model, read_modules
 from areal.extensions.desk.split import GIB, row_tokens, training_memory
 from areal.extensions.selftest import disk_checks as disk
@@ -346,7 +346,7 @@ class TrainingChecks:
         """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
         Returns the first call that the engine has to do."""
         published = self._engine.publish(Path(folder))
-        backend = self._config.weights.backend
+        backend = transfer_backend(self._config.weights)
         if self._engine.rank != 0 or backend is None:
             return None
         self._sending = Sending(backend, workers, published)

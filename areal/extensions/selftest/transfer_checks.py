@@ -1,4 +1,4 @@
-"""The check of `weights.transport: gloo` and `nccl`: the trainer sends its weights straight into the engine.
+"""The check of `weights.transport: direct`: the trainer sends its weights straight into the engine.
 
 In a run the calls of vLLM's weight transfer go over the bus. Here the self-test carries them, one order for each call,
 from the trainer's process to the generator's.

@@ -33,7 +33,6 @@ from actors.generator import Generator
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
-from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, WeightsConfig
 from areal.config.trainer_section import TrainerConfig
 from areal.cpu.fork_server import IMPORTED
@@ -50,7 +49,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENCE = 120.0
 LOOPBACK, NOBODY = "tcp://127.0.0.1:*", "tcp://127.0.0.1:1"
-WEIGHTS = WeightsConfig(transport="gloo")
+WEIGHTS = WeightsConfig(transport="direct")
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, stream_interval=4, kv_cache_gib=0.25)
 SAMPLING = SamplingConfig(max_new_tokens=200, min_new_tokens=200)
 SHORT = SamplingConfig(max_new_tokens=16, min_new_tokens=16)
@@ -80,7 +79,7 @@ def serve_weights(pipe) -> None:
 async def _serve_weights(pipe) -> None:
     directory = Directory(Policy(lineage=0, version=0, folder=""))
     directory.update(dict.fromkeys(NAMES), ())
-    sender = DirectSender(WEIGHTS.backend, directory, "127.0.0.1", 2)
+    sender = DirectSender("gloo", directory, "127.0.0.1", 2)
     await load_transport(SimpleNamespace(weights=WEIGHTS))
     crashes = []
     bus = Bus("trainer/0#x", network())
@@ -377,7 +376,7 @@ async def test_two_are_sent_to_at_once_and_a_third_in_its_turn(cluster):
 
 
 async def test_one_whose_turn_does_not_come_in_its_time_is_not_sent_to():
-    sender = DirectSender(WEIGHTS.backend, SimpleNamespace(members=NAMES), "127.0.0.1", 2)
+    sender = DirectSender("gloo", SimpleNamespace(members=NAMES), "127.0.0.1", 2)
     for _ in range(2):
         await sender._turns.acquire()
     message = SendWeights(lineage=0, version=1, workers=1)
@@ -535,21 +534,10 @@ async def test_a_trainer_outlives_an_engine_that_dies_while_tensors_land(cluster
     assert (await cluster.trainer.tell())["crashes"] == []
 
 
-async def test_a_backend_that_needs_gpus_is_told_on_both_sides(models):
-    if torch.cuda.is_available():
-        pytest.skip("there are GPUs")
-    with pytest.raises(UserError, match="weights.transport=nccl needs GPUs"):
-        await GenerationEngine.start(models[0], CONFIG, version=0, transfer="nccl")
-    with pytest.raises(UserError, match="weights.transport=nccl needs GPUs"):
-        await load_transport(SimpleNamespace(weights=WeightsConfig(transport="nccl")))
-
-
 async def test_a_run_without_direct_transfer_refuses_to_send(cluster):
     request = SimpleNamespace(message=SendWeights(lineage=0, version=1, workers=1), sender=NAMES[0], remaining=1)
     with pytest.raises(RefusedError, match=r"weights\.transport of this run"):
-        await anext(
-            DirectSender(WeightsConfig().backend, SimpleNamespace(members=NAMES), "127.0.0.1", 2).serve(request)
-        )
+        await anext(DirectSender(None, SimpleNamespace(members=NAMES), "127.0.0.1", 2).serve(request))
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ async def test_old_versions_are_removed_and_one_that_was_skipped_is_not_missed(c
 
 
 async def test_in_place_of_a_direct_transfer_the_folder_is_read_or_if_it_is_not_shared_streamed_by_the_trainer(cluster):
-    two = cluster(2, transport="gloo")
+    two = cluster(2, transport="direct")
     data = random_bytes()
     policy = two.publish(data)
     assert [str(folder) for folder in await two.fetch_all()] == [policy.folder] * 2

@@ -88,7 +88,7 @@ def test_in_turns_one_engine_has_the_devices_and_the_other_has_left_them(run):
 
 
 def test_a_killed_trainer_is_replaced_before_its_weights_are_sent(run):
-    orders_given = run(transport="gloo").given
+    orders_given = run(transport="direct").given
     save, wait, start, resume, send = (
         orders_given.index(f"trainer {order}") for order in ("save", "wait_for_memory", "start", "resume", "send")
     )

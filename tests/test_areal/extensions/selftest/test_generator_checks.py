@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generator(folder):
-    generator = GenerationChecks(tiny_config(folder / "model", "float32", "gloo"))
+    generator = GenerationChecks(tiny_config(folder / "model", "float32", "direct"))
     with pytest.MonkeyPatch.context() as fewer:
         fewer.setattr(generation, "SEQUENCES", 4)
         fewer.setattr(generation, "TOKENS", 32)

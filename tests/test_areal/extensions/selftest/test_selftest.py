@@ -66,9 +66,9 @@ def test_some_checks_alone_pass_and_are_written_down(tmp_path):
     ("gpus", "apart", "turns"),  # transport, ranks, ZeRO stage and tensor parallelism
     [
         (1, ("folder", 1, 0, 1), ("folder", 1, 0, 1)),
-        (2, ("nccl", 1, 0, 1), ("folder", 2, 2, 2)),
-        (3, ("nccl", 1, 0, 2), ("folder", 3, 2, 2)),
-        (8, ("nccl", 6, 3, 2), ("folder", 8, 2, 2)),
+        (2, ("direct", 1, 0, 1), ("folder", 2, 2, 2)),
+        (3, ("direct", 1, 0, 2), ("folder", 3, 2, 2)),
+        (8, ("direct", 6, 3, 2), ("folder", 8, 2, 2)),
     ],
 )
 def test_all_gpus_take_part_without_a_configuration(tmp_path, gpus, apart, turns):
@@ -95,7 +95,7 @@ def test_parts_have_the_environment_of_the_roles_of_a_run(monkeypatch):
 
 
 def test_a_cpu_has_one_tiny_run(tmp_path):
-    assert [run.weights.transport for run in tiny_runs(tmp_path, "float32", 0).values()] == ["gloo"]
+    assert [run.weights.transport for run in tiny_runs(tmp_path, "float32", 0).values()] == ["direct"]
 
 
 def test_a_first_start_has_more_time(tmp_path):
