@@ -15,7 +15,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from helpers import find_free_port, keys_folder, made_once
+from support.networks import find_free_port, keys_folder
+from support.small_runs import made_once
 
 from areal.base.processes import cache_folder
 from areal.cpu.processor import avoid_broken_amx

@@ -37,9 +37,9 @@ from urllib.parse import urlsplit
 import psutil
 import yaml
 import zmq
-from helpers import dealer, find_free_port, keys_folder
-from malformed import Malformed, MalformedHttp
-from scripted_policy import Session, byte_tokenizer
+from fakes.scripted_policy import Session, byte_tokenizer
+from support.malformed import Malformed, MalformedHttp
+from support.networks import dealer, find_free_port, keys_folder
 
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from protocols.bus_errors import MalformedError, ProtocolVersionError

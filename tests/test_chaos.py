@@ -26,9 +26,11 @@ import pytest
 import yaml
 from accounts import check_accounts
 from conftest import ROOT, Run
-from helpers import SHORT, Process, check_adapters, descendants, flip_a_bit, processes, processes_mentioning, read_jsonl
+from fakes.scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 from safetensors.torch import load_file, save_file
-from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
+from support.process_tree import Process, descendants, processes, processes_mentioning
+from support.small_disks import flip_a_bit
+from support.small_runs import SHORT, check_adapters, read_jsonl
 
 from actors.master.run_state import RunState
 from actors.record.completeness import check_record

@@ -113,13 +113,12 @@ SLOW = {
     "nodes": {"partition_seconds", "ratio"},
     "packing": {"forward_backward_share", "prefix_tree_ratio", "prefix_tree_tokens_saved", "ratio", "spread"},
     "scorer_overhead": {"with", "without"},
-    "soak": {"faults", "violations"},
     "time_to_accuracy": {"runs"},
     "trainer_overhead": {"proximal_seconds_per_step", "ratio", "spread", "zero_seconds_per_step"},
     "versus_commit": {"ratio", "rows", "spread"},
     "weights": {"ratio", "spread"},
 }
-WORDS = {"soak": ["--folder", "soak"], "versus_commit": ["HEAD"]}
+WORDS = {"versus_commit": ["HEAD"]}
 
 
 def results_of(name: str, folder: Path, model: Path) -> dict[str, Any]:
@@ -172,7 +171,7 @@ CHECKS = {"bus": check_bus, "memory": check_memory, "sandbox": check_sandbox, "v
 
 
 def test_all_benchmarks_but_those_that_have_tests_of_their_own_are_run():
-    assert {*FAST, *SLOW, "bench", "paper_mini", "paper_tables", "vs_trl"} == {*BENCHMARKS}
+    assert {*FAST, *SLOW, "bench", "paper_mini", "paper_tables", "soak", "vs_trl"} == {*BENCHMARKS}
 
 
 def test_all_benchmarks_are_run_by_one_command(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from helpers import processes_mentioning
+from support.process_tree import processes_mentioning
 
 from areal import __main__ as tools
 

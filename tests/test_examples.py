@@ -24,8 +24,8 @@ import pytest
 import torch
 from aiohttp import web
 from conftest import ROOT
-from helpers import descendants
-from scripted_policy import CHATML, Session, byte_tokenizer
+from fakes.scripted_policy import CHATML, Session, byte_tokenizer
+from support.process_tree import descendants
 
 from actors.start.start_checks import on_this_machine, rehearse_start
 from areal.__main__ import main

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from helpers import read_jsonl
-from hosts import SpreadRun, Wire, wire
+from support.hosts import SpreadRun, Wire, wire
+from support.small_runs import read_jsonl
 
 STEPS = 5
 CUT_AT = 2  # the newest version when the partition begins

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from helpers import Process, descendants
+from support.process_tree import Process, descendants
 
 from actors.watching.machine_runs import run_in, runs_here, stop_run
 from areal.base.processes import KEYS

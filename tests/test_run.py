@@ -18,8 +18,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 import zmq
-from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
+from support.networks import keys_folder
+from support.process_tree import descendants, processes_mentioning
+from support.small_runs import SHORT, check_adapters, read_jsonl
 
 from actors.runtime.supervisor import Supervisor
 from actors.start.preflight import check_port
@@ -158,7 +160,7 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
 @pytest.mark.slow  # test_scorer.py has such a scorer, test_policy_judges.py such a policy, test_config.py the roles
 def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    from scorers import write_brief  # which imports the actor
+    from fakes.scorers import write_brief  # which imports the actor
 
     options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 150, url: '
     judges = [f"reward.options.judge={options}policy}}", f"reward.options.judge/strict={options}scorer:big}}"]

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/nodes.py --json nodes.json
 
-The hosts are network namespaces of this machine (tests/hosts.py; needs root): all runs have the same processors. What
-differs is the wire between the roles, encryption, and that weights are streamed. In the third run the trainer's host is
-cut off half-way. Each run is the quickstart with fewer steps.
+The hosts are network namespaces of this machine (tests/support/hosts.py; needs root): all runs have the same
+processors. What differs is the wire between the roles, encryption, and that weights are streamed. In the third run the
+trainer's host is cut off half-way. Each run is the quickstart with fewer steps.
 
 `ratio` is samples per second over four hosts, over those on one host; `partition_seconds` is how much longer the run
 with the partition took than the one without.
@@ -25,7 +25,7 @@ from runs import QUICKSTART, SMALL, Run, read, run
 from areal.data import quickstart
 
 # isort: split
-from hosts import SpreadRun, wire  # of the tests, which `runs` makes known
+from support.hosts import SpreadRun, wire  # of the tests, which `runs` makes known
 
 ROLES = (("master",), ("trainer", "reward"), ("generator",), ("rollout_manager", "evaluator"))
 TRAINER = 1

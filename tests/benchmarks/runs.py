@@ -25,7 +25,7 @@ from areal.rewards.functions import resolve
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))  # what benchmarks share with tests
-from helpers import find_free_port  # noqa: E402
+from support.networks import find_free_port  # noqa: E402
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.

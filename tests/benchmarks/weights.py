@@ -49,8 +49,8 @@ from protocols.messages import FetchWeights, Member, Policy
 from protocols.transport import Bus, Request
 
 # isort: split
-from helpers import network
-from transfer_end import TransferEnd
+from fakes.transfer_end import TransferEnd
+from support.networks import network
 
 SIZES = {"1M": 1_100_000, "135M": 134_515_008, "1.5B": 1_543_714_304}
 # Each holds the weights in memory, and all share these cores: more of the largest size say nothing.

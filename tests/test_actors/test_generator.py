@@ -8,7 +8,7 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-from helpers import network
+from support.networks import network
 
 from actors.generator import Generator, _columns
 from actors.runtime.actor import Notifier

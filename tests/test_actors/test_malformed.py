@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 from fuzz import Caller, flood_codec, flood_http
-from helpers import network
-from malformed import Malformed
+from support.malformed import Malformed
+from support.networks import network
 
 from actors.generator import Generator
 from actors.master.master import Master

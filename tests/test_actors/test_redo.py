@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import flip_a_bit, keys_folder, network, read_jsonl
 from safetensors.torch import load_file
+from support.networks import keys_folder, network
+from support.small_disks import flip_a_bit
+from support.small_runs import read_jsonl
 
 from actors.master.master import Master
 from actors.record.fork import configuration_of_fork, fork

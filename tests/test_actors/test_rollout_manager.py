@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import scripted_policy
+from fakes import scripted_policy
 
 from actors.evaluator import Evaluator
 from actors.rollout_manager import ROWS_AHEAD, RolloutManager, StoredGroups, _GroupStart, _GroupStore, _Scored

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scorers import Asked, scorer_of, scores_of, write_brief, write_classifier
+from fakes.scorers import Asked, scorer_of, scores_of, write_brief, write_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
 
 from areal.config import Config

@@ -10,10 +10,10 @@ import tracemalloc
 import msgpack
 import numpy as np
 import pytest
-from helpers import BRANCHED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.stored_samples import BRANCHED
 
 from areal.samples.trajectory import Trajectory
 from protocols import codec, messages

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from helpers import find_free_port, keys, network
+from support.networks import find_free_port, keys, network
 
 import protocols.network
 from protocols import bus_errors as errors

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import aiohttp
 import numpy as np
 import pytest
-from scripted_policy import END, byte_tokenizer
+from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
 from actors.master.changes import Rewarded, Stepped

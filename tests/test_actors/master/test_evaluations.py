@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ten_steps
+from support.small_runs import ten_steps
 
 from actors.master.changes import PublishedChange
 from actors.master.evaluations import GRACE_SECONDS, Evaluations

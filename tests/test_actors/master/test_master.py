@@ -18,8 +18,9 @@ import pytest
 import structlog
 import zmq
 from conftest import ROOT
-from helpers import dealer, fill_disk, keys_folder, mounted_small_disk, network
 from pydantic import ValidationError
+from support.networks import dealer, keys_folder, network
+from support.small_disks import fill_disk, mounted_small_disk
 
 from actors.generator import Generator
 from actors.master import master as master_module

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers import ten_steps
+from support.small_runs import ten_steps
 
 from actors.master.members import Members
 from actors.master.run_state import RunState

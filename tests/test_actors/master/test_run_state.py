@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 
 from conftest import ROOT
-from helpers import ten_steps
+from support.small_runs import ten_steps
 
 from actors.master import changes
 from actors.master.run_state import RunState

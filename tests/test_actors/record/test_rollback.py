@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import put
+from support.stored_samples import put
 
 from actors.master import changes
 from actors.master.run_state import RunState

@@ -5,7 +5,7 @@ import inspect
 import threading
 
 import pytest
-from helpers import network
+from support.networks import network
 
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership

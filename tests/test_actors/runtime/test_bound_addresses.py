@@ -6,7 +6,7 @@ import stat
 from typing import Any
 
 import pytest
-from helpers import keys_folder
+from support.networks import keys_folder
 
 from actors.runtime import bound_addresses as addresses
 from actors.runtime.bound_addresses import ListenAddress, check_place, find_master, open_network, take_folder

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import descendants, network, processes_mentioning
 from rich.console import Console
+from support.networks import network
+from support.process_tree import descendants, processes_mentioning
 
 import areal.devices
 from actors.runtime import supervisor

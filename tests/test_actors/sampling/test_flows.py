@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import network
+from support.networks import network
 
 from actors.sampling import flows
 from actors.sampling.flows import Flow, Flows, Job

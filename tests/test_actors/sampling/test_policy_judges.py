@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scripted_policy import Characters
+from fakes.scripted_policy import Characters
 
 from actors.sampling.jobs import SampleFailed, ScoringRules
 from actors.sampling.policy_judges import PolicyJudges

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import structlog
-from helpers import needs_namespaces
-from tiny_pictures import png
+from support.process_tree import needs_namespaces
+from support.tiny_pictures import png
 
 from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch

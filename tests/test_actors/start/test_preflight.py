@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
+from fakes.scripted_policy import byte_tokenizer
 from safetensors.torch import save_file
-from scripted_policy import byte_tokenizer
-from tiny_training import make_model
+from support.tiny_training import make_model
 
 from actors.start import preflight, row_checks
 from areal.base.errors import UserError

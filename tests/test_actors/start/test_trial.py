@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import structlog
 from conftest import ROOT
-from helpers import descendants
+from support.process_tree import descendants
 
 from areal import __main__ as tools
 

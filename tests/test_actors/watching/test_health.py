@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from helpers import keys_folder, network
+from support.networks import keys_folder, network
 
 from actors.watching.health import UnhealthyError, until_healthy
 from areal.__main__ import main

@@ -10,8 +10,8 @@ import os
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from PIL import Image
-from rollout_files import write_model, write_pictured_run, write_run
-from tiny_pictures import bomb, png
+from support.rollout_files import write_model, write_pictured_run, write_run
+from support.tiny_pictures import bomb, png
 
 from actors.watching.dashboard import application
 from areal.extensions.desk.run_view import RunView

@@ -23,10 +23,10 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from helpers import network
+from fakes.transfer_end import TransferEnd
 from safetensors.torch import load_file, save_file
-from tiny_training import divide
-from transfer_end import TransferEnd
+from support.networks import network
+from support.tiny_training import divide
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.generator import Generator

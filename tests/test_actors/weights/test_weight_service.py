@@ -5,7 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import fill_disk, mounted_small_disk, network
+from support.networks import network
+from support.small_disks import fill_disk, mounted_small_disk
 
 from actors.start.preflight import check_folder
 from actors.weights import weight_service

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_pictures import png
+from support.tiny_pictures import png
 
 from areal.base.errors import UserError
 from areal.config import load_config

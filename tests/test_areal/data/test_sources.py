@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_pictures import bomb, png
+from support.tiny_pictures import bomb, png
 
 from areal.base.errors import UserError
 from areal.config import load_config

@@ -26,7 +26,7 @@ import pytest_asyncio
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_training import divide
+from support.tiny_training import divide
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -417,7 +417,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
 
         monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_schedule_ahead))
         result = engine_args(*arguments)
-        result.worker_extension_cls = "reloading_worker.ReloadingWorker"
+        result.worker_extension_cls = "fakes.reloading_worker.ReloadingWorker"
         return result
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it

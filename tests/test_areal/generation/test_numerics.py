@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings, weights_of
+from support.tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings, weights_of
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_pictures import PLACEHOLDER, png, prompt_with
-from tiny_training import sampled, settings
+from support.tiny_pictures import PLACEHOLDER, png, prompt_with
+from support.tiny_training import sampled, settings
 
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.generation.generation_engine import GenerationEngine

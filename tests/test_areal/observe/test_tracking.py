@@ -13,7 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import fill_disk, mounted_small_disk
+from support.small_disks import fill_disk, mounted_small_disk
 
 from areal.base.errors import UserError
 from areal.base.processes import ROOT, tied

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from helpers import descendants
+from support.process_tree import descendants
 
 from areal.base.errors import UserError
 from areal.config.scoring import RewardConfig

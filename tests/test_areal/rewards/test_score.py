@@ -7,8 +7,9 @@ import os
 import sys
 
 import pytest
-from helpers import needs_namespaces, read_jsonl
-from tiny_pictures import png
+from support.process_tree import needs_namespaces
+from support.small_runs import read_jsonl
+from support.tiny_pictures import png
 
 from areal.__main__ import main
 

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_pictures import bomb, png
+from support.tiny_pictures import bomb, png
 
 from areal.samples.pictures import MAX_BYTES, decode, size_of
 

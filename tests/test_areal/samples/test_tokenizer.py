@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from scripted_policy import byte_tokenizer
-from tiny_training import settings
+from fakes.scripted_policy import byte_tokenizer
+from support.tiny_training import settings
 
 from areal.base.errors import UserError
 from areal.config import load_config

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from helpers import BRANCHED
+from support.stored_samples import BRANCHED
 
 from areal.samples.table import pack, unpack
 from areal.samples.trajectory import Branch, Group, Trajectory
@@ -116,7 +116,7 @@ def test_a_penalty_lowers_the_reward_and_every_return():
 def test_every_field_of_a_sample_comes_back_from_its_frame():
     again = Trajectory.of_frame(BRANCHED.frame())
     for name in (field.name for field in fields(Trajectory)):
-        assert getattr(BRANCHED, name) is not None, f"helpers.BRANCHED has no {name}: add one"
+        assert getattr(BRANCHED, name) is not None, f"stored_samples.BRANCHED has no {name}: add one"
         np.testing.assert_array_equal(getattr(again, name), getattr(BRANCHED, name))
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import fill_disk, mounted_small_disk, put, use_up_inodes
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
+from support.small_disks import fill_disk, mounted_small_disk, use_up_inodes
+from support.stored_samples import put
 
 from areal.base.errors import UserError
 from areal.samples.trajectory import Group, Trajectory

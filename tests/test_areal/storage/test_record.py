@@ -7,7 +7,7 @@ import os
 
 import pytest
 import yaml
-from rollout_files import write_run
+from support.rollout_files import write_run
 
 from areal.base.errors import UserError
 from areal.storage.record import Record, has_begun, has_finished, new_steps

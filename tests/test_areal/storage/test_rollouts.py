@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import BRANCHED
+from support.stored_samples import BRANCHED
 
 from areal.base.errors import UserError
 from areal.samples.trajectory import Group, Note, TokenValues, Trajectory, row_text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from helpers import read_jsonl
+from support.small_runs import read_jsonl
 
 from areal.base.errors import UserError
 from areal.base.secrets import secrets_in, without_secrets

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import put
+from support.stored_samples import put
 
 import areal.storage.database
 from areal.base.errors import UserError

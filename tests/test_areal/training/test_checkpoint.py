@@ -20,9 +20,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from helpers import made_once
 from safetensors.torch import load_file
-from tiny_training import (
+from support.small_runs import made_once
+from support.tiny_training import (
     TEMPERATURE,
     assert_same_state,
     eager,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_training import (
+from support.tiny_training import (
     TEMPERATURE,
     assert_same_gradients,
     eager,

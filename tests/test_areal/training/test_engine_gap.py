@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import eager, make_batch, make_forest, make_model, settings
+from support.tiny_training import eager, make_batch, make_forest, make_model, settings
 
 from areal.samples.trajectory import random_groups
 from areal.training.engine_gap import KNOWN, PROBE_TOKENS, EngineGaps, probe_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import (
+from support.tiny_training import (
     KINDS,
     MIXES,
     TEMPERATURE,

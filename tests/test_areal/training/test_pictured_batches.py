@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
-from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
+from support.tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
+from support.tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
 
 from areal.base.errors import UserError
 from areal.samples.pictures import digest_of, digests_in, part_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_training import (
+from support.tiny_training import (
     EXPERTS,
     LINEAR,
     MIXED,

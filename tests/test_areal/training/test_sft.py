@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import weights_of
+from support.tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition

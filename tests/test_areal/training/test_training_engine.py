@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import made_once
 from safetensors.torch import load_file, save_file
-from tiny_training import (
+from support.small_runs import made_once
+from support.tiny_training import (
     TEMPERATURE,
     assert_same_gradients,
     assert_same_state,

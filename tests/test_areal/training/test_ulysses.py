@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tiny_training import (
+from support.tiny_training import (
     TEMPERATURE,
     assert_same_gradients,
     exact_gradients,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_training import (
+from support.tiny_training import (
     KINDS,
     LINEAR,
     MIXED,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import mounted_small_disk, use_up_inodes
 from safetensors.torch import load_file
+from support.small_disks import mounted_small_disk, use_up_inodes
 
 from areal.weights.folders import atomic_folder, copy_model_files, remove_folder, write_weights
 

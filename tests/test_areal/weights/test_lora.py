@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import TEMPERATURE, assert_same_state, make_batch, make_model, settings
+from support.tiny_training import TEMPERATURE, assert_same_state, make_batch, make_model, settings
 from transformers import AutoModelForCausalLM
 
 from areal.base.errors import UserError

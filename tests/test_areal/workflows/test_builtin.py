@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from scripted_policy import EOS, Characters, Session
+from fakes.scripted_policy import EOS, Characters, Session
 
 from areal.base.errors import UserError
 from areal.base.text import python_call

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from scripted_policy import Session
-from tiny_pictures import bomb, png
+from fakes.scripted_policy import Session
+from support.tiny_pictures import bomb, png
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

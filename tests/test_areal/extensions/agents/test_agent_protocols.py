@@ -8,10 +8,10 @@ import contextlib
 import json
 import sys
 
-import clients
 import numpy as np
 import pytest
-from scripted_policy import Session, byte_tokenizer
+from fakes.scripted_policy import Session, byte_tokenizer
+from support import clients
 
 from areal.data.rows import Row
 from areal.extensions.agents import openai_endpoint

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import processes_mentioning
-from scripted_policy import Session, byte_tokenizer
+from fakes.scripted_policy import Session, byte_tokenizer
+from support.process_tree import processes_mentioning
 
 from areal.base.errors import UserError
 from areal.data.rows import Row
@@ -22,8 +22,8 @@ from areal.extensions.agents.mcp_tools import ServerFailed
 from areal.workflows.builtin import rehearse, resolve_workflow
 
 pytest.importorskip("mcp", reason="the MCP library is not installed")
-TESTS = Path(__file__).parents[3]
-SCRIPT = str(TESTS / "notes_server.py")
+FAKES = Path(__file__).parents[3] / "fakes"
+SCRIPT = str(FAKES / "notes_server.py")
 ROW = Row(index=0, prompt="Note it.", answer=None, reward=None, fields={})
 
 
@@ -33,7 +33,7 @@ def chat(*turns: str, **scores: float) -> Session:
 
 def program(*arguments: str, script: str = "brief_notes_server.py") -> dict:
     """The server as a program; `arguments` only mark its process."""
-    return {"notes": {"command": sys.executable, "args": [str(TESTS / script), *arguments]}}
+    return {"notes": {"command": sys.executable, "args": [str(FAKES / script), *arguments]}}
 
 
 def call(tool: str, **arguments) -> str:

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
-import clients
 import numpy as np
 import pytest
-from helpers import processes_mentioning
-from scripted_policy import END, Recorded, byte_tokenizer
+from fakes.scripted_policy import END, Recorded, byte_tokenizer
+from support import clients
+from support.process_tree import processes_mentioning
 from transformers import PreTrainedTokenizerFast
 
 from actors.runtime.actor import Notifier

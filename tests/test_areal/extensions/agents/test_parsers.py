@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from scripted_policy import END, byte_tokenizer
+from fakes.scripted_policy import END, byte_tokenizer
 
 from areal.base.errors import UserError
 from areal.config import load_config

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import TEMPERATURE, VOCAB, make_model
+from support.tiny_training import TEMPERATURE, VOCAB, make_model
 
 from areal.__main__ import main
 from areal.config import Config, dump_config

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_jsonl
 from huggingface_hub import DatasetCard
+from support.small_runs import read_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

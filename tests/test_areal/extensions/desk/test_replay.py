@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_jsonl
-from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, weights_of
+from support.small_runs import read_jsonl
+from support.tiny_training import TEMPERATURE, make_batch, make_model, run_worker, weights_of
 
 from areal.__main__ import main
 from areal.config import Config, dump_config, load_config

@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rollout_files import sample, write_model, write_pictured_run, write_run
+from support.rollout_files import sample, write_model, write_pictured_run, write_run
 
 from areal.__main__ import main
 from areal.base.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import processes_mentioning
+from support.process_tree import processes_mentioning
 
 from areal.__main__ import main
 from areal.base.errors import UserError

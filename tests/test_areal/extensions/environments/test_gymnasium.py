@@ -8,7 +8,7 @@ import queue
 import threading
 
 import pytest
-from scripted_policy import Session
+from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
 from areal.data.rows import Row

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from scripted_policy import Session
+from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
 from areal.data.rows import Row

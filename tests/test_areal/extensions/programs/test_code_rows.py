@@ -9,7 +9,16 @@ import tracemalloc
 import zlib
 
 import pytest
-from code_sets import ANAGRAM, COUNT_AT_LEAST, FUNCTIONAL, SETS, STDIN_CASES, STDIN_SUM, compressed, live_code_bench
+from programs.code_sets import (
+    ANAGRAM,
+    COUNT_AT_LEAST,
+    FUNCTIONAL,
+    SETS,
+    STDIN_CASES,
+    STDIN_SUM,
+    compressed,
+    live_code_bench,
+)
 
 from areal.extensions.programs.code_rows import Asserts, Calls, Outputs, read_tests, solutions_of
 from areal.rewards.result import RewardError

@@ -6,11 +6,12 @@ import asyncio
 import json
 import math
 
-import attacks
 import pytest
-from code_sets import COUNT_AT_LEAST, FUNCTIONAL, INSIDE, SETS
-from helpers import an_eighth_or_all, drawn, needs_namespaces
-from right_programs import right_programs
+from programs import attacks
+from programs.code_sets import COUNT_AT_LEAST, FUNCTIONAL, INSIDE, SETS
+from programs.drawing import an_eighth_or_all, drawn
+from programs.right_programs import right_programs
+from support.process_tree import needs_namespaces
 
 from areal.extensions.programs.code_tests import CodeTests, same_result
 from areal.rewards.result import RewardError

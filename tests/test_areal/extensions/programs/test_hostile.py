@@ -1,11 +1,11 @@
 # ruff: noqa: E501
 """Programs that do not know the answer, each with tests that it is made for: what becomes of it is a 0, or the row is
-refused before it runs. `tests/attacks.py` has more, which are tried on many forms of tests."""
+refused before it runs. `tests/programs/attacks.py` has more, which are tried on many forms of tests."""
 
 from __future__ import annotations
 
 import pytest
-from helpers import needs_namespaces
+from support.process_tree import needs_namespaces
 
 from areal.extensions.programs.code_tests import CodeTests
 from areal.rewards.result import RewardError

@@ -14,9 +14,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import attacks
 import pytest
-from helpers import an_eighth_or_all, descendants, drawn, needs_namespaces
+from programs import attacks
+from programs.drawing import an_eighth_or_all, drawn
+from support.process_tree import descendants, needs_namespaces
 
 from areal.base.errors import UserError
 from areal.config.scoring import SandboxConfig

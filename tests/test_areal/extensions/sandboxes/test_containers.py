@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from imitated_docker import make_docker, make_image
-from scripted_policy import Session
+from fakes.imitated_docker import make_docker, make_image
+from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
 from areal.data.rows import Row

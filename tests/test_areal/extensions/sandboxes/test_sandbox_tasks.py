@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from imitated_docker import make_docker, make_image
-from scripted_policy import Session, byte_tokenizer
+from fakes.imitated_docker import make_docker, make_image
+from fakes.scripted_policy import Session, byte_tokenizer
 
 from areal.base.errors import UserError
 from areal.config.data_section import DataConfig

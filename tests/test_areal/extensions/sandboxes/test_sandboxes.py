@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from imitated_docker import make_docker, make_image
+from fakes.imitated_docker import make_docker, make_image
 
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
@@ -39,7 +39,7 @@ PROVIDERS = ("bubble", "docker", "http none", "http slow", "http drops", "http t
 def service_in(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A service in a process of its own: its address and the process."""
     port_file = folder / "port"
-    command = [sys.executable, str(ROOT / "tests/sandbox_service.py"), str(port_file)]
+    command = [sys.executable, str(ROOT / "tests/fakes/sandbox_service.py"), str(port_file)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         while not port_file.exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scripted_policy import byte_tokenizer
+from fakes.scripted_policy import byte_tokenizer
 
 from areal.samples.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
 from areal.storage.rollouts import RolloutWriter

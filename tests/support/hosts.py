@@ -25,7 +25,7 @@ from pathlib import Path
 from areal.storage.records import read_records
 from protocols.security import make_keys
 
-RUN_PY = Path(__file__).parent.parent / "run.py"
+RUN_PY = Path(__file__).parents[2] / "run.py"
 # The hosts are new: nobody has it yet.
 MASTER_PORT = 29000
 STEP_SECONDS = 240

@@ -17,10 +17,9 @@ import sys
 import areal  # noqa: F401  # before torch, as in a run
 
 # isort: split
-from helpers import find_free_port
-
 from areal.base.processes import die_with_parent, importing
 from areal.cpu.deepspeed_on_cpu import set_environment
+from support.networks import find_free_port
 
 
 def fork_rank(rank: int, ranks: int, port: int, words: list[str]) -> int:

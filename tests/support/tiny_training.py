@@ -27,7 +27,7 @@ from areal.storage.records import record_of
 from areal.training.shards import share_out
 from areal.weights.folders import write_index, write_weights
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 WORKER_SECONDS = 240
 VOCAB = 37
 TEMPERATURE = 0.8
@@ -299,7 +299,7 @@ def rank_server():
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     errors = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 - as long as the process
     process = subprocess.Popen(
-        [sys.executable, str(TESTS / "ranks.py")],
+        [sys.executable, str(Path(__file__).with_name("ranks.py"))],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from helpers import network
+from support.networks import network
 
 from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership

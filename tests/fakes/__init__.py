@@ -1,0 +1,1 @@
+"""Stand-ins for parts of the product and for services beside it."""

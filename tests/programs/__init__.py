@@ -1,0 +1,1 @@
+"""Programs for sandboxes: right ones, attacks, and rows of known sets."""
