@@ -227,16 +227,35 @@ def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
 
 
 def _plain_text(messages: Sequence[Message]) -> str:
-    if any(isinstance(compared(message)["content"], list) for message in messages):
+    contents = [_content(message) for message in messages]
+    if any(isinstance(content, list) for content in contents):
         raise ValueError("the model has no chat template, which pictures need: set data.chat_template")
-    return prompt_text([compared(message) for message in messages])
+    return prompt_text([{"content": content} for content in contents])
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """Text; or parts, if there is a picture among them. Clients of the OpenAI API send a turn of calls without any."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def compared(message: Message) -> Message:
     """What of a message counts when messages are compared."""
-    content = message.get("content")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    # Clients of the OpenAI API send a turn that consists of tool calls only without content.
+    content = _content(message)
     fields = {key: value for key, value in message.items() if value is not None and key not in THINKING}
-    return fields | {"content": content or ""}
+    if message.get("role") == "assistant" and isinstance(content, str):
+        content = content.strip()  # many agents strip what the policy said
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = _plain_numbers(calls)
+    return fields | {"content": content}
+
+
+def _plain_numbers(value: Any) -> Any:
+    """The value with whole numbers in one form: JavaScript writes 60 where 60.0 was sampled."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain_numbers, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

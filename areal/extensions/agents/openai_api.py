@@ -5,6 +5,8 @@ Other protocols are translations: they make a `ChatRequest` of their request, an
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import secrets
 import time
@@ -13,16 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, Field
+import structlog
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.data.pictured import from_url
-from areal.data.rows import PICTURE_PARTS
+from areal.data.rows import PICTURE_PARTS, text_of
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
@@ -30,6 +33,7 @@ from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep
 from areal.workflows.session import Session
 
 Json = dict[str, Any]
+log = structlog.get_logger()
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
 Event = Json | Literal["[DONE]"]
 
@@ -68,9 +72,10 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(BaseModel, extra="allow"):
     """What would change how tokens are drawn. The run sets it: the trainer computes log-probs at the run's temperature
-    and of whole distributions. What asks for the same is taken, the rest is refused."""
+    and of whole distributions. What asks for the same is taken, the rest is refused. Fields that are neither known nor
+    refused are ignored, which the log says once of each."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -81,15 +86,39 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Json | None = None
+    chat_template_kwargs: Json | None = None
+
+    @model_validator(mode="after")
+    def _check_further(self) -> Self:
+        further = self.__pydantic_extra__ or {}
+        for name in further.keys() & REFUSED.keys():
+            if further[name] not in (None, False, "", [], {}):
+                raise PydanticCustomError("refused", f"{name} is not possible: {REFUSED[name]}")  # type: ignore[arg-type]
+        for name in {name[:80] for name in further} - REFUSED.keys() - _ignored:
+            if len(_ignored) < MOST_IGNORED:
+                _ignored.add(name)
+                log.info("a field of requests is ignored", field=name)
+        self.__pydantic_extra__ = None
+        return self
 
     @property
     def sampling_fields(self) -> Json:
         """Those that are set."""
         return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
 
+    def check_template(self, variables: Mapping[str, Any]) -> None:
+        """Raises ApiError if the request gives the chat template other variables than the run does."""
+        if self.chat_template_kwargs and dict(self.chat_template_kwargs) != dict(variables):
+            raise ApiError(
+                f"chat_template_kwargs: the run renders with {json.dumps(dict(variables))}, as "
+                f"data.chat_template_kwargs says: leave chat_template_kwargs out of the request"
+            )
+
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raises ApiError if a field asks for something else than `sampling`."""
         for name, value in self.sampling_fields.items():
+            if name == "chat_template_kwargs":
+                continue
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
             elif (own := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, own, value) == ("top_k", 0, -1):
@@ -101,12 +130,25 @@ class SamplingFields(BaseModel):
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
+_FORM = "only text can be trained, and a format forbids tokens, which the trainer does not know"
+_TOKENS = "it forbids or adds tokens, which the trainer does not know"
+REFUSED = {
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FORM),
+    **dict.fromkeys(("output_format", "format"), _FORM),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "ignore_eos"), _TOKENS),
+    **dict.fromkeys(("functions", "function_call"), "give tools instead"),
+    "continue_final_message": "the policy cannot be made to begin with a given text",
+}
+"""Fields that would change the answer, and why they cannot be had. Their values that ask for nothing are taken."""
+# How many names of ignored fields are kept, so that no client fills the log.
+MOST_IGNORED = 100
+_ignored: set[str] = set()
 NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
 """Values of a request that change nothing."""
 
 
 class ChatRequest(SamplingFields):
-    """The body of a chat completion request. Fields that neither this class nor its base has are ignored."""
+    """The body of a chat completion request."""
 
     messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
     model: str = "policy"
@@ -171,8 +213,9 @@ class ChatSession:
         of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
         failed."""
         request.check_sampling(self.session.sampling)
+        request.check_template(self._parsers.template_kwargs)
         await self._check(request.offered)
-        messages = messages_of(request, self.session)
+        messages = accepted(messages_of(request, self.session), self.tokenizer)
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
         talk, prompt = self._prompt(messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -371,7 +414,8 @@ def error_body(message: str, code: str | None) -> Json:
 
 def prompt_tokens(request: ChatRequest, tokenizer: Any, session: Session | None = None) -> int:
     """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
-    return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, session)))
+    messages = accepted(messages_of(request, session), tokenizer)
+    return len(_rendered(Conversation(tokenizer, request.offered), messages))
 
 
 def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
@@ -399,8 +443,47 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
 
 
 def messages_of(request: ChatRequest, session: Session | None) -> list[Json]:
-    """The messages of a request, whose pictures the session shows. Raises ApiError."""
-    return [message_of(raw, session) for raw in request.messages]
+    """The messages of a request, whose pictures the session shows. Leading system messages are one, as most templates
+    take one. Raises ApiError."""
+    messages = [message_of(raw, session) for raw in request.messages]
+    leading = [*itertools.takewhile(lambda message: message["role"] == "system", messages)]
+    return [_joined(leading), *messages[len(leading) :]] if len(leading) > 1 else messages
+
+
+def _joined(messages: Sequence[Json]) -> Json:
+    """One message with the texts of several."""
+    text = "\n\n".join(text_of(message["content"]) for message in messages if message["content"])
+    return messages[0] | {"content": text}
+
+
+def accepted(messages: list[Json], tokenizer: Any) -> list[Json]:
+    """The messages with those of the system after the first as texts of the user, if the template refuses them."""
+    late = any(message["role"] == "system" for message in messages[1:])
+    if not late or _takes_late_system(tokenizer, str(tokenizer.chat_template)):
+        return messages
+    result = messages[:1]
+    for message in messages[1:]:
+        message = message | {"role": "user"} if message["role"] == "system" else message
+        is_text = isinstance(message["content"], str) and isinstance(result[-1]["content"], str)
+        if message["role"] == result[-1]["role"] == "user" and is_text:
+            result[-1] = _joined([result[-1], message])
+        else:
+            result.append(message)
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_late_system(tokenizer: Any, template: str) -> bool:
+    """template: its text, by which the answer is kept."""
+    try:
+        Conversation(tokenizer).prompt([*_PROBE])
+    except Exception:  # templates may raise anything
+        return False
+    return True
+
+
+# A system message that a user's message and an answer precede.
+_PROBE = [{"role": role, "content": f"It is {n}."} for n, role in enumerate(("user", "assistant", "user", "system"))]
 
 
 def message_of(raw: Json, session: Session | None = None) -> Json:
@@ -446,14 +529,15 @@ def _part(part: Json, session: Session | None) -> Json:
 
 
 def _tool_call(raw: Any) -> Json:
-    with explain(
-        (KeyError, TypeError, ValueError, RecursionError),
-        "a tool call in the messages lacks its id, function.name or function.arguments",
-        ApiError,
-    ):
-        function = raw["function"]
-        called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
-        return {"id": raw["id"], "type": "function", "function": called}
+    with explain((KeyError, TypeError), "a tool call in the messages lacks its id or function.name", ApiError):
+        number, name, arguments = raw["id"], raw["function"]["name"], raw["function"].get("arguments")
+    if isinstance(arguments, str) and arguments:
+        with explain(
+            (ValueError, RecursionError), f"the arguments of the call {number!r:.80} are not JSON: {{why}}", ApiError
+        ):
+            arguments = json.loads(arguments)
+    called = {"name": name, "arguments": arguments or {}}
+    return {"id": number, "type": "function", "function": called}
 
 
 def _shown(read: Parsed) -> Json:

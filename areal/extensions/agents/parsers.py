@@ -76,7 +76,7 @@ class Parsers(Tool):
         self._tokenizer = tokenizer
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
-        self._template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs = dict(template_kwargs or {})
         # gpt-oss: the text of its tokens makes no sense, so one parser reads all turns.
         self._harmony = tool_call_parser == "openai" or reasoning_parser == "openai_gptoss"
         self._loading = threading.Lock()
@@ -164,7 +164,7 @@ class Parsers(Tool):
 
     def _make_parser(self, parser: Any, request: Any) -> Any:
         """A parser of one turn."""
-        return parser(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
+        return parser(self._tokenizer, request.tools, chat_template_kwargs=self.template_kwargs)
 
     def _text(self, sampled: Generation, stops: Sequence[str], *, special: bool) -> tuple[str, bool]:
         """The text before the first of `stops`, and whether there is one. special: with special tokens but the last."""

@@ -174,7 +174,10 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"input": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "neither a data URL nor of the row"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "tool call"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            "arguments of the call '1' are not JSON",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type: only text can be trained"),
         ({"max_output_tokens": 0}, "max_output_tokens: "),

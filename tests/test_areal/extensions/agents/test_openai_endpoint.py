@@ -31,6 +31,7 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.extensions.agents import openai_endpoint
 from areal.extensions.agents.agents import AgentFailed, agent
+from areal.extensions.agents.openai_api import message_of
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Parsers
 from areal.extensions.sandboxes import Limits, SandboxTools, Task
@@ -42,6 +43,7 @@ WEATHER = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+CUT = {"name": "f", "arguments": "{"}
 ROW = Row(0, "2+2=", "4", None, {"prompt": "2+2=", "answer": "4"})
 
 
@@ -303,6 +305,29 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "arguments of the call '1' are not JSON",
+        ),
+        *(
+            ({"extra_body": {name: value}}, f"{name} is not possible: ")
+            for name, value in {
+                "structured_outputs": {"json": {}, "x": 1},
+                "guided_json": {"type": "object"},
+                "allowed_token_ids": [1],
+                "bad_words": ["x"],
+                "min_tokens": 5,
+                "stop_token_ids": [5],
+                "functions": [{"name": "f"}],
+                "continue_final_message": True,
+                "output_format": {"type": "json_schema"},
+            }.items()
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs: the run renders"),
     ],
 )
 async def test_what_cannot_be_done_is_said(opened, fields, reason):
@@ -312,6 +337,60 @@ async def test_what_cannot_be_done_is_said(opened, fields, reason):
     assert not policy.prompts
     (message,) = policy.refused
     assert message.startswith("POST /v1/chat/completions: 400, ") and reason in message
+
+
+async def test_a_field_that_asks_for_nothing_or_is_not_known_is_taken(opened):
+    _, _, chat = await opened("4")
+    nothing = {"min_tokens": 0, "bad_words": [], "chat_template_kwargs": {}, "surprise": 1}
+    assert (await chat.create(model="m", messages=[user("?")], extra_body=nothing)).choices[0].message.content == "4"
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}", {"city": "Köln"}, '{"city": "Köln"}'])
+def test_a_call_in_the_messages_may_lack_arguments_or_have_them_as_an_object(arguments):
+    called = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    read = message_of({"role": "assistant", "tool_calls": [called]})["tool_calls"][0]["function"]
+    assert read == {"name": "weather", "arguments": {"city": "Köln"} if "K" in str(arguments) else {}}
+
+
+@pytest.mark.parametrize(
+    ("says", "returned"),
+    [("\n\n4 ", "4"), ('<tool_call>{"name": "weather", "arguments": {"x": 60.0}}</tool_call>', {"x": 60})],
+)
+async def test_a_turn_that_comes_back_stripped_or_with_another_number_s_writing_is_the_policy_s(opened, says, returned):
+    policy, _, chat = await opened(says, "yes")
+    first = await chat.create(model="m", messages=[user("?")], tools=[WEATHER])
+    message = first.choices[0].message
+    turn: dict = {"role": "assistant", "content": returned}
+    if message.tool_calls:
+        function = {"name": "weather", "arguments": json.dumps(returned)}
+        turn = {"role": "assistant", "tool_calls": [{"id": message.tool_calls[0].id, "function": function}]}
+    await chat.create(model="m", messages=[user("?"), turn, user("Sure?")], tools=[WEATHER])
+    assert policy.prompts[1].startswith(f"{policy.prompts[0]}{says}")
+    assert len(policy.trajectory(1.0).branches) <= 1
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('One.') }}{% endif %}"
+    "<start>{{ m.role }} {{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<start>assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_further_system_messages_are_shown_also_by_a_template_that_takes_one(strict):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = STRICT if strict else tokenizer.chat_template
+    policy = Policy(tokenizer, "4", "5")
+    system = [{"role": role, "content": text} for role, text in (("system", "A."), ("developer", "B."))]
+    late = {"role": "system", "content": "C."}
+    async with (
+        policy.endpoint() as api,
+        clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client,
+    ):
+        for further in [], [{"role": "assistant", "content": "4"}, late, user("Sure?")]:
+            await client.chat.completions.create(model="m", messages=[*system, user("?"), *further])
+    assert policy.prompts[0].startswith("<start>system A.\n\nB.<end><start>user ?<end>")
+    shown = "user C.\n\nSure?" if strict else "system C.<end><start>user Sure?"
+    assert policy.prompts[1] == f"{policy.prompts[0]}4<end><start>{shown}<end><start>assistant "
 
 
 async def test_a_key_is_good_for_its_sample_alone_and_while_it_lasts(tokenizer):
