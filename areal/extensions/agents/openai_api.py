@@ -93,7 +93,7 @@ class SamplingFields(BaseModel, extra="allow"):
         further = self.__pydantic_extra__ or {}
         for name in further.keys() & REFUSED.keys():
             if further[name] not in (None, False, "", [], {}):
-                raise PydanticCustomError("refused", f"{name} is not possible: {REFUSED[name]}")  # type: ignore[arg-type]
+                raise PydanticCustomError("refused", f"{name} is not possible: {REFUSED[name]}")
         for name in {name[:80] for name in further} - REFUSED.keys() - _ignored:
             if len(_ignored) < MOST_IGNORED:
                 _ignored.add(name)
