@@ -18,7 +18,7 @@ from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Group, Note, Trajectory, samples_of
 from areal.storage.picture_store import PictureStore
 from areal.storage.rollouts import RolloutWriter
-from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from protocols.bus_errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
@@ -69,12 +69,14 @@ class SampleStore(HandlesRequests):
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
 
-        def put() -> Group | None:  # the disk may have been full for long
+        def put() -> StoredGroup:  # the disk may have been full for long
             self._check_holder(request)
             return self._spool.put_all(parts, self._size(stored.prompt_index))
 
-        group = await self._use_spool(request, put)
-        return GroupAccepted(accepted=await self._report_ready(group))
+        there = await self._use_spool(request, put)
+        if there.group is None:  # a part that was forgotten meanwhile is of a group that is no longer alive
+            return GroupAccepted(accepted=parts.keys() <= set(there.places))
+        return GroupAccepted(accepted=await self._report_ready(there.group))
 
     def _size(self, prompt_index: int) -> int:
         return samples_of(prompt_index, self._config.group_size)
@@ -119,7 +121,9 @@ class SampleStore(HandlesRequests):
                 await self._use_spool(request, self._spool.move_calls, group, begun)
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
                 stored, unfinished = await self._oldest_versions(request, size)
-        await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
+        there = await self._use_spool(request, self._spool.complete, group, size)
+        if there.group is not None:
+            await self._report_ready(there.group)
         scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
         calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
         return StoredSamples(
@@ -179,11 +183,9 @@ class SampleStore(HandlesRequests):
             async with parked(request):
                 return await self._on_disk("the spool", use, *arguments)
 
-    async def _report_ready(self, group: Group | None) -> bool:
+    async def _report_ready(self, group: Group) -> bool:
         """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False
         then. Raises BusyError for a session of which the master is told already: its answer is not known."""
-        if group is None:
-            return True
         if group.id in self._reporting:
             if group.prompt_index < 0:  # a user is told at once what this says
                 raise BusyError(f"the master is being told of {group.id}")

@@ -63,6 +63,14 @@ class SpoolPart(NamedTuple):
     frame: bytes | memoryview
 
 
+class StoredGroup(NamedTuple):
+    """What the spool has of a group. places: of its parts, ascending; empty if it has never had any, or was forgotten.
+    group: the group once all of its parts are there."""
+
+    places: tuple[int, ...]
+    group: Group | None
+
+
 class SpoolError(Exception):
     """A group is not, or no longer, in the spool, or the disk failed."""
 
@@ -107,10 +115,10 @@ class Spool:
                 raise UserError(f"{self._file} is the spool of another run: move it away, or put back this run's.")
             write_meta(connection, "run", run)
 
-    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
         """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the
-        group has `size` parts. Returns the group once it has. If it raises SpoolError, no part is stored. Raises
-        SpoolDamage as `get` does."""
+        group has `size` parts. Returns what is stored then: without these places if another thread forgot the group
+        meanwhile. If it raises SpoolError, no part is stored. Raises SpoolDamage as `get` does."""
         changes: Changes = ()
         recent = {}
         for place, (part, frame) in parts.items():
@@ -154,15 +162,19 @@ class Spool:
             for stored in together:
                 del self._waiting[stored]
 
-    def complete(self, group_id: str, size: int) -> Group | None:
-        """The group, if it has `size` parts. Those that are stored as they came are not read."""
+    def complete(self, group_id: str, size: int) -> StoredGroup:
+        """What is stored of the group, which is complete if it has `size` parts. Parts that are stored as they came are
+        not read."""
         with self._lock:
             stored = self._select("SELECT place, crc FROM parts WHERE id = ? ORDER BY place", group_id)
+            places = tuple(place for place, _ in stored)
+            if not stored:
+                self._recent.pop(group_id, None)  # forgotten while it was put
             if len(stored) < size:
-                return None
+                return StoredGroup(places, None)
             recent = self._recent.pop(group_id, {})
-        parts = [recent[place][1] for place, crc in stored if place in recent and recent[place][0] == crc]
-        return of_parts(parts) if len(parts) == len(stored) else self._group(group_id)
+            parts = [recent[place][1] for place, crc in stored if place in recent and recent[place][0] == crc]
+            return StoredGroup(places, of_parts(parts) if len(parts) == len(stored) else self._group(group_id))
 
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
         """The stored samples of a prompt, by the id of their group and their place in it."""

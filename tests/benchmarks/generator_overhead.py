@@ -101,11 +101,10 @@ async def store_all(config: Config, finished: Finished) -> None:
     from actors.runtime.bound_addresses import new_bus, open_network
     from actors.runtime.membership import Membership
     from actors.trainer.trainer import Trainer
-    from areal.samples.trajectory import Group
-    from areal.storage.spool import Spool, SpoolPart
+    from areal.storage.spool import Spool, SpoolPart, StoredGroup
 
     class NotingSpool(Spool):
-        def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
+        def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
             for part, _ in parts.values():
                 for trajectory in part.trajectories:
                     finished(part.prompt_index, int(trajectory.sampled.sum()))

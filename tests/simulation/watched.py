@@ -17,12 +17,12 @@ from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
-from areal.samples.trajectory import Group, Trajectory
+from areal.samples.trajectory import Trajectory
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls, StoreSamples
@@ -123,11 +123,11 @@ class WatchedSpool(Spool):
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
 
-    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
-        group = super().put_all(parts, size)
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
+        there = super().put_all(parts, size)
         for place, part in parts.items():
             self.on_put(part.group.id, place)
-        return group
+        return there
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
         samples = list(samples)

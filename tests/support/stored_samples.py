@@ -33,4 +33,4 @@ def put(spool: Spool, group: Group, place: int = 0, size: int = 0) -> Group | No
         place + n: SpoolPart(replace(group, trajectories=(sample,), notes=group.notes[n : n + 1]), sample.frame())
         for n, sample in enumerate(group.trajectories)
     }
-    return spool.put_all(parts, size or len(parts))
+    return spool.put_all(parts, size or len(parts)).group

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,11 +17,16 @@ from areal.config import Config
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Trajectory
-from protocols.messages import OfferPictures, ScoredSample, StorePictures, StoreSamples
+from areal.storage.spool import Spool
+from protocols.messages import GroupAccepted, OfferPictures, ScoredSample, StorePictures, StoreSamples
 from protocols.transport import Request
 
 ROUTES = np.uint8([[0, 0, 0, 0], [1, 0, 7, 2], [3, 5, 0, 6]])
 SAMPLE = Trajectory(np.array([4, 5, 6]), np.array([0, -1, -2]), np.array([-1, 0, 0]), 1.0, "stop")
+
+
+async def on_disk(what: str, use: Any, *arguments: Any) -> Any:
+    return use(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +61,29 @@ def test_a_sample_without_the_routes_of_the_model_is_refused_where_they_are_repl
             part("replay")
 
 
-async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
-    async def on_disk(what: str, use: Any, *arguments: Any) -> Any:
-        return use(*arguments)
+@pytest.mark.parametrize(("prompt_index", "samples"), [(-1, 1), (0, 1), (0, 2)])
+async def test_a_sample_that_is_forgotten_while_it_is_stored_is_not_accepted(tmp_path, prompt_index, samples):
+    """A session has expired; after a checkpoint another thread removes its payload."""
 
+    class Hurried(Spool):
+        def _store(self, changes: Any) -> None:
+            super()._store(changes)
+            self.forget(["g"])
+
+    async def ask_master(*_: Any) -> Any:
+        pytest.fail("the master is asked about a group that is not stored")
+
+    config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path, group_size=2)
+    spool, nothing = Hurried(sqlite3.connect(":memory:", check_same_thread=False)), cast(Any, None)
+    store = SampleStore(config, 100, spool, nothing, on_disk, ask_master)
+    frame = np.frombuffer(SAMPLE.frame(), np.uint8)
+    parts = tuple(ScoredSample(place=place, frame=frame) for place in range(samples))
+    message = StoreSamples(group="g", prompt_index=prompt_index, row="", samples=parts)
+    answer = await store.dispatch(Request(message, "gateway/0#a", asyncio.get_running_loop().time() + 60, b""))
+    assert answer == GroupAccepted(accepted=False)
+
+
+async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
     nothing: Any = None
     config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
     store = SampleStore(config, 100, nothing, nothing, on_disk, nothing)

@@ -123,15 +123,38 @@ def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_pla
     first, second, third = parts_of(group)
     assert put(spool, third, 2, 3) is put(spool, first, 0, 3) is put(spool, replace(second, id="g0.9"), 1, 3) is None
     assert put(spool, replace(second, trajectories=neighbour.trajectories[:1]), 0, 3) is None, "the place is taken"
-    assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
+    assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3).group) == bits(group)
     assert bits(put(spool, second, 7, 3)) == bits(group), "it has three"
     again = [replace(part, id="g1.1") for part in (first, second, third)]
     complete = {
         place: SpoolPart(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)
     }
-    assert bits(spool.put_all(complete, 3)) == bits(replace(group, id="g1.1"))
+    assert bits(spool.put_all(complete, 3).group) == bits(replace(group, id="g1.1"))
     (stored,) = spool.get(["g1.0"])
     assert stored.row == '{"answer": "7"}' and stored.notes == tuple(Note({"exact": 0.5}, n, ("g",)) for n in range(3))
+
+
+@pytest.mark.parametrize("places", [(0,), (0, 2)])
+def test_parts_that_are_forgotten_before_they_are_read_back_are_not_said_to_be_stored(places):
+    class Hurried(Spool):
+        def _store(self, changes):
+            super()._store(changes)
+            self.forget(["g1.0"])  # as another thread may, after a checkpoint
+
+    spool = Hurried(sqlite3.connect(":memory:", check_same_thread=False))
+    parts = {place: SpoolPart(part, part.trajectories[0].frame()) for place, part in enumerate(parts_of(make_group(1)))}
+    assert spool.put_all({place: parts[place] for place in places}, len(places)) == ((), None)
+    assert not spool._recent
+
+
+def test_what_is_stored_of_a_group_is_told_from_nothing():
+    spool, parts = in_memory(), parts_of(make_group(1))
+    assert spool.complete("g1.0", 3) == ((), None)
+    put(spool, parts[2], 2, 3)
+    put(spool, parts[0], 0, 3)
+    assert spool.complete("g1.0", 3) == ((0, 2), None)
+    put(spool, parts[1], 1, 3)
+    assert spool.complete("g1.0", 3).places == (0, 1, 2)
 
 
 def test_a_group_that_was_just_written_is_not_read_again_and_one_of_before_a_restart_is(path: Path):
