@@ -12,7 +12,7 @@ class Change(BaseModel):
     """A change. Its record is its kind, the name of the class in snake case (without
     "Change", which is there if something else has the name), and a body fit for JSON."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def record(self) -> tuple[str, dict[str, Any]]:
         return _kind(type(self)), self.model_dump()

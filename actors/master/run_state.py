@@ -7,6 +7,7 @@ member loses a group because the master was absent.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from actors.master.changes import (
     TokensDiscarded,
     change_of,
 )
+from areal.base.fields import with_defaults
 from areal.config import Config
 from areal.data.history import History
 from areal.data.samplers import open_sampler, safe_choice
@@ -113,6 +115,7 @@ class RunState:
         self.receipts: dict[str, str] = {}
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
+        self._new = deepcopy(self.dump())
         self._restore()
         self._find_folders()
         self.ledger.state.journal = self._ledger_event
@@ -331,11 +334,14 @@ class RunState:
         if snapshot:
             self._load(snapshot)
         for kind, body in events:
-            if event := event_of(kind, body):
+            with self.journal.known(kind):
+                event = event_of(kind, body)
+                change = None if event else change_of(kind, body)
+            if event:
                 self._follow(event)
                 self.ledger.state.apply(event)
-            else:
-                self.apply(change_of(kind, body))
+            elif change:
+                self.apply(change)
 
     def _find_folders(self) -> None:
         """The run folder may have been moved since the journal was written."""
@@ -362,6 +368,11 @@ class RunState:
         }
 
     def _load(self, dump: dict[str, Any]) -> None:
+        """Become the state that `dump` returned; what an earlier version did not know is as in a new run."""
+        with self.journal.known("the snapshot"):
+            self._load_parts(with_defaults(dump, self._new))
+
+    def _load_parts(self, dump: dict[str, Any]) -> None:
         self.ledger = Ledger(LedgerState.load(dump["ledger"]))
         self.run_ahead.load(dump["run_ahead"])
         self.policy = Policy.model_validate(dump["policy"])

@@ -6,6 +6,8 @@ from operator import attrgetter
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from areal.base.fields import with_defaults
+
 if TYPE_CHECKING:
     from areal.data.sources import PromptSource
 
@@ -152,6 +154,7 @@ class History:
 
     def load(self, dump: Mapping[str, Any]) -> None:
         """Become the history that `dump` was made from."""
+        dump = with_defaults(dump, self.dump())
         self.last, self.version, self.measured = dump["last"], dump["version"], list(dump["measured"])
         self.rows = {key: RowHistory(*values) for key, *values in dump["rows"]}
         self.sources = [SourceHistory(*values) for values in dump["sources"]]

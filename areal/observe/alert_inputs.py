@@ -114,12 +114,9 @@ def digest(path: Path) -> list[Digest]:
     """The digests of the steps in a file. Raises UserError if it cannot be read."""
     with opened(path) as file:
         all_rows = _trained_rows(file.read(["step", "group", "prompt_index", "sample", "reward"]))
-        numbers = range(file.num_row_groups)
-        some = numbers[:: _every(file)]
-        rows_of_tokens = _trained_rows(file.read_row_groups(some, ["step", "group", "sample", "tokens", "versions"]))
-        rows_of_texts = _trained_rows(
-            file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"])
-        )
+        some = range(file.parquet.num_row_groups)[:: _every(file.parquet)]
+        rows_of_tokens = _trained_rows(file.read(["step", "group", "sample", "tokens", "versions"], some))
+        rows_of_texts = _trained_rows(file.read(["step", "row", "completion", "reward", "reward_parts"], some))
     unanswered = _unanswered_by_step(rows_of_texts)
     about_tokens = _tokens_by_step(rows_of_tokens)
     digests = []

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self, cast, get_args
 
+from areal.base.fields import with_defaults
+
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups per batch, eta 8).
 STORY_EVENTS = 10_000
 
@@ -540,12 +542,15 @@ class LedgerState:
 
     @classmethod
     def load(cls, dump: dict[str, Any]) -> Self:
-        """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty."""
+        """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty.
+        Fields that it lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does not
+        know."""
         state = cls(LedgerSettings(**dump["settings"]))
+        dump = with_defaults(dump, state.dump())
         state.version = dump["version"]
         state.prompts.next_prompt, state.prompts.next_session = dump["next_prompt"], dump["next_session"]
         state.counters = Counters(
-            **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
+            **dump["counters"] | {name: Counter(dump["counters"].get(name)) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
             state.groups.add(LedgerGroup(**row | {"state": GroupState(row["state"])}))

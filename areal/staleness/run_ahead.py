@@ -16,6 +16,8 @@ The limit never exceeds rule 1. It always leaves room for a whole batch beside t
 
 from typing import Any
 
+from areal.base.fields import with_defaults
+
 # The limit falls by this share of the left-over groups after each step. A higher share means less staleness and more
 # waits. At 0.02, noise costs up to 3 % of the throughput in runs whose generators are just fast enough.
 SURRENDER = 0.01
@@ -54,6 +56,7 @@ class RunAhead:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state of a `dump`, within the bounds of this run's settings."""
+        state = with_defaults(state, self.dump())
         self._filling = state["filling"]
         self._set(state["limit"])
 

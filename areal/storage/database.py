@@ -77,15 +77,49 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
     if not new and marks[0] != mark:
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
     if not new and marks[1] != version:
-        program = read_meta(connection, "program") or "an earlier version"
+        program = _writer(connection)
         if program == _program():  # no version of its own, since neither is released
             program = f"{'an earlier' if marks[1] < version else 'a later'} commit of {program}"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    if not new:
+        _add_columns(connection, schema)
     if new:
         marked = f"PRAGMA application_id = {mark}; PRAGMA user_version = {version};"
         connection.executescript(f"BEGIN; {schema} {FACTS} {marked} COMMIT;")
+
+
+def _add_columns(connection: sqlite3.Connection, schema: str) -> None:
+    """Give the tables of a file that an earlier version wrote the columns of `schema` that they lack, with their
+    defaults. Raises FormatError if a table or a column has none, or if this version does not know it."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(schema + FACTS)
+        known, there = _columns(new), _columns(connection)
+    if unknown := sorted(there.keys() - known.keys()):
+        raise FormatError(f"{_writer(connection)} wrote it with other columns: {', '.join(map('.'.join, unknown))}")
+    for (table, name), (kind, required, default) in known.items():
+        if (table, name) not in there:
+            if default is None and required:
+                raise FormatError(f"{_writer(connection)} wrote it without the column {table}.{name}")
+            rule = f"{'NOT NULL ' if required else ''}DEFAULT {'NULL' if default is None else default}"
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind} {rule}")
+
+
+def _writer(connection: sqlite3.Connection) -> str:
+    """The version of the program that used the file last."""
+    return read_meta(connection, "program") or "an earlier version"
+
+
+def _columns(connection: sqlite3.Connection) -> dict[tuple[str, str], tuple[str, bool, str | None]]:
+    """The type, whether it is required, and the default of each column, by table and name."""
+    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    rows = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for (table,) in tables}
+    return {
+        (table, name): (kind, bool(required or key), default)
+        for table, columns in rows.items()
+        for _, name, kind, required, default, key in columns
+    }
 
 
 def read_meta(connection: sqlite3.Connection, name: str) -> str:

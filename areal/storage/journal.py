@@ -15,14 +15,14 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 from zlib import crc32
 
-from areal.base.errors import UserError
+from areal.base.errors import UserError, explain
 from areal.storage.database import copy_store, new_identity, note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out
@@ -137,6 +137,15 @@ class Journal:
         row = self._connection.execute("SELECT body, crc FROM states WHERE version = ?", (version,)).fetchone()
         state: dict[str, Any] = _body(self.file, f"the state of version {version}", "state", *row)
         return state
+
+    def known(self, name: str) -> AbstractContextManager[None]:
+        """Raises UserError if a part of this name has a field or a kind that this version of the program does not know,
+        or lacks one that has no default."""
+        return explain(
+            (KeyError, TypeError, ValueError),
+            f"The journal {self.file} was written by another version of this program ({name}: {{why}}): go on with the "
+            f"run by that version.",
+        )
 
     @property
     def shortage(self) -> Shortage | None:

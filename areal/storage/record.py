@@ -52,6 +52,7 @@ from areal.storage.run_folder import (
 from areal.storage.selection import read_rows
 
 ROLLOUT_COLUMNS = tuple(rollouts.SCHEMA.names)
+NO_ROLLOUTS = rollouts.SCHEMA.empty_table()
 
 
 class Record:
@@ -275,16 +276,20 @@ class KeptRollouts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._checked: set[Path] = set()
+        self._lacking: dict[Path, list[str]] = {}  # columns, of each file that was looked at
 
     def files(self) -> list[Path]:
         """Oldest first. Raises UserError if one is no file of rollouts."""
         files = rollouts.files(self.folder)
         for file in files:
-            if file not in self._checked:
-                rollouts.check(file)
-                self._checked.add(file)
+            if file not in self._lacking:
+                self._lacking[file] = rollouts.lacking(file)
         return files
+
+    @property
+    def lacks_columns(self) -> bool:
+        """Whether one of `files` was written by an earlier version, which had fewer columns."""
+        return any(self._lacking.values())
 
     def groups_by_step(self) -> Counter[int]:
         """The number of trained groups, by step."""

@@ -77,6 +77,8 @@ SCHEMA = pa.schema(
     },
     metadata={"areal_rollouts": str(FORMAT_VERSION)},
 )
+OPTIONAL = {*TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.engine)}
+"""A file of an earlier version may lack these columns, which are null in its rows. A new column is one of them."""
 _DICTIONARY = ["group", "fate", "reason", "row", "prompt", "reward_parts", "finish", "generators"]
 
 
@@ -367,25 +369,62 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
             yield step, [_group(list(group)) for _, group in groupby(rows, key=itemgetter("place"))]
 
 
+class RolloutFile:
+    """A file of rollouts to read. lacking: the columns of SCHEMA that the file does not have; they are read as null."""
+
+    def __init__(self, parquet: pq.ParquetFile) -> None:
+        self.parquet = parquet
+        self.lacking = [name for name in SCHEMA.names if name not in parquet.schema_arrow.names]
+
+    def read(self, columns: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
+        """These columns of all row groups, or of some."""
+        numbers = range(self.parquet.num_row_groups) if row_groups is None else row_groups
+        return self._filled(self.parquet.read_row_groups(list(numbers), self._present(columns)), columns)
+
+    def batches(self, rows: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """These columns of at most so many rows at a time."""
+        for batch in self.parquet.iter_batches(rows, columns=self._present(columns)):
+            yield self._filled(batch, columns)
+
+    def _present(self, columns: Sequence[str]) -> list[str]:
+        return [name for name in columns if name not in self.lacking]
+
+    def _filled(self, rows: Any, columns: Sequence[str]) -> Any:
+        for name in columns:
+            if name in self.lacking:
+                rows = rows.append_column(SCHEMA.field(name), pa.nulls(rows.num_rows, SCHEMA.field(name).type))
+        return rows
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A file of rollouts to read. Raises UserError if it cannot be read, or if its columns are not those of SCHEMA."""
+def opened(path: Path) -> Iterator[RolloutFile]:
+    """A file of rollouts to read. Raises UserError if it cannot be read, if it lacks a column that is not OPTIONAL, or
+    if it has a column that this version does not know, or of another type."""
     message = f"The rollouts in {path} cannot be read ({{why}}): move the file away."
     with explain((OSError, pa.ArrowException), message), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        there = file.schema_arrow
-        if wrong := [c.name for c in SCHEMA if c.name not in there.names or there.field(c.name).type != c.type]:
+        columns = RolloutFile(file)
+        if wrong := [name for name in columns.lacking if name not in OPTIONAL]:
             raise pa.ArrowInvalid(f"rollouts of this format have other columns {', '.join(wrong)}")
-        yield file
+        if unknown := [
+            c.name for c in file.schema_arrow if c.name not in SCHEMA.names or SCHEMA.field(c.name).type != c.type
+        ]:
+            raise UserError(
+                f"The rollouts in {path} have columns that this version does not know, or that have other types here: "
+                f"{', '.join(unknown)}. Read them with the version that wrote them, or move the file away."
+            )
+        yield columns
 
 
-def check(path: Path) -> None:
-    """Raises UserError if a file that is there is none of rollouts."""
+def lacking(path: Path) -> list[str]:
+    """The columns that a file of rollouts does not have, as in RolloutFile. Raises UserError if a file that is there is
+    none of rollouts."""
     try:
-        with opened(path):
-            pass
+        with opened(path) as file:
+            return file.lacking
     except UserError:
         if path.exists():  # a run removes its oldest files
             raise
+        return []
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:

@@ -34,8 +34,8 @@ def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     Raises UserError if a file cannot be read.
     """
     for path in files(folder):
-        with opened(path) as parquet:
-            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
+        with opened(path) as file:
+            for batch in file.batches(ROWS_AT_ONCE, columns):
                 yield from rows_of(batch)
 
 

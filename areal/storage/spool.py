@@ -288,8 +288,12 @@ class Spool:
                 f"with): {ways_on(self._file.parent)}"
             )
         fields = json.loads(note)
-        notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in ("generators", "marks")}),)
-        return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
+        other = (
+            f"The spool {self._file} was written by another version of this program (group {group_id}: {{why}}): go on "
+        )
+        with explain((TypeError, ValueError), f"{other}with the run by that version.", SpoolDamage):
+            notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in ("generators", "marks")}),)
+            return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 
 def _checksum(group_id: str, place: int, prompt_index: int, note: str, row: str, frame: bytes | memoryview) -> int:

@@ -376,12 +376,15 @@ def read_journal(record: Record) -> JournalFacts:
     """Read a copy of a run's journal. Raises UserError if it is damaged, LedgerError if an event does not follow."""
     with record.journal() as journal:
         snapshot, events = journal.read()
-    ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
+    with journal.known("the snapshot"):
+        ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
     facts = JournalFacts(journal.run, ledger, {}, {}, set())
     for kind, body in events:
-        if kind == "rewarded":
-            facts.rewards[body["group"]] = body["mean"]
-        if (event := event_of(kind, body)) is None:
+        with journal.known(kind):
+            if kind == "rewarded":
+                facts.rewards[body["group"]] = body["mean"]
+            event = event_of(kind, body)
+        if event is None:
             continue
         match event:
             case BatchLogged(version, group_ids):

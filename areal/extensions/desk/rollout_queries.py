@@ -21,7 +21,7 @@ import numpy as np
 from areal.base.errors import UserError
 from areal.samples.pictures import digests_in, thumbnail
 from areal.samples.trajectory import DIGEST_BYTES
-from areal.storage.record import ROLLOUT_COLUMNS, Record
+from areal.storage.record import NO_ROLLOUTS, ROLLOUT_COLUMNS, Record
 
 T = TypeVar("T")
 
@@ -58,6 +58,10 @@ THUMBNAIL = 256
 _PICTURES = 16  # of a sample that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
+# Where a file has fewer columns, since an earlier version wrote it: `no_rollouts` has all of them, and no row.
+_PLACES = ("file_index", "file_row_number")
+_FROM_EARLIER = f"""FROM (SELECT *, {", ".join(_PLACES)} FROM read_parquet($files, union_by_name = true)
+    UNION ALL BY NAME SELECT * FROM no_rollouts)"""
 _ANSWER = f"""CASE WHEN json_valid("row") THEN left("row"->>'$.answer', {GLIMPSE}) END AS answer"""
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion, {_ANSWER}"
 
@@ -142,6 +146,9 @@ class Rollouts:
             "autoinstall_known_extensions": False,
         }
         self._connection = duckdb.connect(":memory:", config=settings)
+        self._connection.register("schema", NO_ROLLOUTS)
+        self._connection.execute("CREATE TABLE no_rollouts AS SELECT * FROM schema")
+        self._connection.unregister("schema")
         self._connection.execute("SET parquet_metadata_cache = true")  # a file never changes
         self._connection.execute("SET allowed_directories = [?]", [str(self._folder)])
         self._connection.execute("SET enable_external_access = false")
@@ -256,9 +263,10 @@ class Rollouts:
         cursor = self._connection.cursor()
 
         def ask(sql: str, values: dict[str, Any]) -> list[dict[str, Any]]:
-            cursor.execute(sql, values)
+            cursor.execute(sql.replace(_FROM, _FROM_EARLIER) if self._record.rollouts.lacks_columns else sql, values)
             names = [about[0] for about in cursor.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            return [{name: value for name, value in row.items() if name not in _PLACES} for row in rows]
 
         answer: Future[T] = Future()
 

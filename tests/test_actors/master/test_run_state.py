@@ -1,13 +1,17 @@
 """The master's state: what it makes of its journal."""
 
 import asyncio
+import json
 import sqlite3
+from zlib import crc32
 
+import pytest
 from conftest import ROOT
 from support.small_runs import ten_steps
 
 from actors.master import changes
-from actors.master.run_state import RunState
+from actors.master.run_state import PLAIN, RunState
+from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.sources import open_source
 from areal.storage.journal import Journal
@@ -54,3 +58,79 @@ def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_f
         assert later.history.rows[later.history.data.key(permits[1].row)].tokens == 7
         assert later.ledger.row_of_prompt(4) == state.ledger.row_of_prompt(4)
         state.journal.compact(state.dump())
+
+
+def stored(connection: sqlite3.Connection, *snapshot: dict, **events: dict) -> RunState:
+    """The state that a journal with this snapshot and these events gives."""
+    journal = Journal(connection)
+    for body in snapshot:
+        text = json.dumps(body)
+        with connection:
+            values = (text, crc32(text.encode(), crc32(b"snapshot")))
+            connection.execute("INSERT INTO snapshot VALUES (1, ?, ?)", values)
+    for kind, body in events.items():
+        journal.append(kind, body)
+    asyncio.run(journal.durable())
+    return state_of(config_of(), connection)
+
+
+def in_memory() -> sqlite3.Connection:
+    return sqlite3.connect(":memory:", check_same_thread=False)
+
+
+def whole() -> dict:
+    """A snapshot of a run that has begun."""
+    state = state_of(config_of(), in_memory())
+    state.ledger.admit("manager/0#1", 4, 0.0, 30.0)
+    return json.loads(json.dumps(state.dump()))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "discarded", "history", "members", "partial", "run_ahead"])
+def test_a_snapshot_without_a_part_that_an_earlier_version_did_not_know_is_that_of_a_new_run(name):
+    snapshot = whole()
+    snapshot.pop(name)
+    state = stored(in_memory(), snapshot)
+    assert state.dump()[name] == state_of(config_of(), in_memory()).dump()[name]
+    assert state.ledger.alive == 4
+
+
+@pytest.mark.parametrize("place", [(), ("ledger", "counters"), ("ledger", "groups", 0), ("ledger", "settings")])
+def test_fields_inside_a_snapshot_that_an_earlier_version_did_not_know_have_their_defaults(place):
+    snapshot = whole()
+    part = snapshot
+    for step in place:
+        part = part[step]
+    optional = {(): "receipts", ("ledger", "counters"): "sessions_trained", ("ledger", "groups", 0): "resumed"}
+    del part[optional.get(place, "max_sessions")]
+    assert stored(in_memory(), snapshot).dump() == {**whole(), "not_evaluated": []}
+
+
+@pytest.mark.parametrize("place", [(), ("ledger",), ("ledger", "groups", 0), ("history",), ("run_ahead",), ("policy",)])
+def test_what_a_snapshot_of_another_version_has_besides_is_refused_in_one_sentence(place):
+    snapshot = whole()
+    part = snapshot
+    for step in place:
+        part = part[step]
+    part["novelty"] = 1
+    with pytest.raises(
+        UserError, match=r"written by another version of this program \(the snapshot: .*novelty"
+    ) as refused:
+        stored(in_memory(), snapshot)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"tokens_discarded": {"count": 1, "novelty": 2}},
+        {"committed": {"version": 1, "novelty": 2}},
+        {"novelty": {}},
+        {"tokens_discarded": {}},
+    ],
+    ids=str,
+)
+def test_an_event_that_this_version_does_not_know_is_refused_in_one_sentence(event):
+    (kind,) = event
+    with pytest.raises(UserError, match=rf"written by another version of this program \({kind}: ") as refused:
+        stored(in_memory(), **event)
+    assert "\n" not in str(refused.value)

@@ -17,8 +17,9 @@ import pytest
 from support.stored_samples import put
 
 import areal.storage.database
+import areal.storage.spool
 from areal.base.errors import UserError
-from areal.samples.table import Generation
+from areal.samples.table import COLUMNS, Generation
 from areal.samples.trajectory import Branch, Group, Note, Trajectory
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed, unpacked
 from areal.storage.spool import Spool, SpoolError, SpoolPart
@@ -478,4 +479,65 @@ def test_a_spool_is_that_of_one_run(path: Path):
     spool.assign("a")
     with pytest.raises(UserError, match="is the spool of another run: move it away"):
         spool.assign("b")
+    spool.close()
+
+
+# ------------------------------------------------------------------------------------------------------ other versions
+
+
+def with_column(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """From now on the program has one more column in its table of parts."""
+    parts = areal.storage.spool._PARTS
+    monkeypatch.setattr(areal.storage.spool, "_PARTS", parts.replace("UNIQUE", f"novelty {rule}, UNIQUE", 1))
+
+
+@pytest.mark.parametrize(("rule", "value"), [("TEXT NOT NULL DEFAULT 'x'", "x"), ("INTEGER", None)])
+def test_a_spool_of_an_earlier_version_has_the_defaults_of_the_columns_that_it_lacks(path, monkeypatch, rule, value):
+    spool = Spool.open(path)
+    put(spool, make_group(1))
+    spool.close()
+    with_column(monkeypatch, rule)
+    for _ in range(2):
+        spool = Spool.open(path)
+        assert [bits(group) for group in spool.get(["g1.0"])] == [bits(make_group(1))]
+        assert set(spool._select("SELECT novelty FROM parts")) == {(value,)}
+        spool.close()
+
+
+def test_a_spool_without_a_column_that_has_no_default_is_refused_and_so_is_one_with_an_unknown_column(
+    path, monkeypatch
+):
+    Spool.open(path).close()
+    with monkeypatch.context() as later:
+        with_column(later, "TEXT NOT NULL")
+        with pytest.raises(
+            UserError, match=r"version .* wrote it without the column parts\.novelty\): resume the run with"
+        ):
+            Spool.open(path)
+    Spool.open(path).close()
+    with monkeypatch.context() as later:
+        with_column(later, "TEXT")
+        Spool.open(path).close()
+    with pytest.raises(
+        UserError, match=r"version .* wrote it with other columns: parts\.novelty\): resume the run with"
+    ):
+        Spool.open(path)
+
+
+def test_a_sample_with_a_field_or_a_column_of_another_version_is_refused_in_one_sentence(path, monkeypatch):
+    (part, *_), spool = parts_of(make_group(1)), Spool.open(path)
+    put(spool, part)
+    spool.close()
+    with monkeypatch.context() as later:
+        later.setattr(Note, "_asdict", lambda note: {"novelty": 1})
+        spool = Spool.open(path)
+        put(spool, replace(part, id="g2.0"))
+    with pytest.raises(
+        UserError, match=r"written by another version of this program \(group g2\.0: .*novelty"
+    ) as refused:
+        spool.get(["g1.0", "g2.0"])
+    assert "\n" not in str(refused.value)
+    monkeypatch.delitem(COLUMNS, "returns")
+    with pytest.raises(UserError, match=r"written by another version of this program \(group g1\.0: .*returns"):
+        spool.get(["g1.0"])
     spool.close()

@@ -13,7 +13,7 @@ from support.rollout_files import sample, write_model, write_pictured_run, write
 from areal.__main__ import main
 from areal.base.errors import UserError
 from areal.extensions.desk import rollout_queries as rollouts
-from areal.extensions.desk.rollout_queries import Rollouts, Where, condition, sql_condition
+from areal.extensions.desk.rollout_queries import COLUMNS, Rollouts, Where, condition, sql_condition
 from areal.samples.trajectory import pieces
 from areal.storage.record import KeptRollouts, Record
 from areal.storage.rollouts import SCHEMA
@@ -244,22 +244,55 @@ def test_a_mistake_in_the_command_is_one_line(run, capsys):
         assert error_text.count("\n") == 1 and "reward" in error_text
 
 
+MISSING = "rollouts of this format have other columns reward"
+OTHER = "have columns that this version does not know, or that have other types here: "
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        lambda table: table.drop_columns(["reward"]),
-        lambda table: table.set_column(table.schema.get_field_index("step"), "step", table["step"].cast(pa.string())),
+        (lambda table: table.drop_columns(["reward"]), MISSING),
+        (
+            lambda table: table.set_column(
+                table.schema.get_field_index("step"), "step", table["step"].cast(pa.string())
+            ),
+            f"{OTHER}step",
+        ),
+        (lambda table: table.append_column("novelty", pa.nulls(table.num_rows)), f"{OTHER}novelty"),
     ],
-    ids=["a column is missing", "a column is of another type"],
+    ids=["a column is missing", "a column is of another type", "a column is not known"],
 )
-def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change):
+def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change, said):
     (file,) = (run / "rollouts").glob("*1.parquet")
     pq.write_table(change(pq.read_table(file)), file)
     assert main(["rollouts", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "rollouts of this format have other columns" in error and error.count("\n") == 1
-    with pytest.raises(UserError, match="rollouts of this format have other columns"):
+    assert said in error and error.count("\n") == 1
+    with pytest.raises(UserError, match=said):
         list(Record(run).rollouts.rows(["group"]))
+
+
+LATER = ["routes", "advantages"]
+
+
+@pytest.mark.parametrize("earlier", ["1", "[123]"], ids=["of one file", "of all files"])
+def test_a_column_that_files_of_an_earlier_version_lack_is_null_in_their_rows(run, capsys, earlier):
+    whole = {
+        (row["group"], row["sample"], row["branch"]): row for row in Record(run).rollouts.rows(["group", "sample", "branch"])
+    }
+    for file in (run / "rollouts").glob(f"*{earlier}.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(LATER), file)
+    rows = list(Record(run).rollouts.rows(["group", "sample", "branch", "step", *LATER]))
+    assert len(rows) == len(whole) and all(row["advantages"] is None for row in rows if row["step"] == 1)
+    assert [step for step, _ in Record(run).rollouts.batches()] == [1, 2, 3]
+    rollouts = Rollouts(Record(run))
+    for name in LATER:
+        (count,) = rollouts.sql(f"SELECT count(*) AS rows FROM rollouts WHERE step = 1 AND {name} IS NULL")
+        assert count["rows"] == sum(row["step"] == 1 for row in rows)
+    (first,) = rollouts.sql("SELECT * FROM rollouts WHERE step = 1 LIMIT 1")
+    assert set(first) == set(COLUMNS) and rollouts.row(first["group"], first["sample"], 0).keys() == first.keys()
+    assert main(["rollouts", str(run), "--where", "advantages is null", "--sort", "step", "--show", "1"]) == 0
+    assert "step 1 · group g0.0" in capsys.readouterr().out
 
 
 def test_of_pictures_their_files_are_printed(tmp_path, capsys):
