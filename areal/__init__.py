@@ -25,6 +25,8 @@ def __getattr__(name: str) -> object:
             return "unknown"  # a clone whose packages were installed by hand
     if name not in _LATE:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
+    if _LATE[name].startswith("actors."):
+        import_module("areal.base.processes").check_packages()
     return getattr(import_module(_LATE[name]), name)
 
 

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 import areal
 from areal.base.command_line import RoomTools
 from areal.base.errors import NOT_PERMITTED, UserError, explain
-from areal.base.processes import START, LenientOutput
+from areal.base.processes import START, LenientOutput, check_packages
 from areal.base.text import sentences_on, shown
 from areal.config import advice
 
@@ -36,24 +36,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
     sys.stderr = sentences_on(sys.stderr)
+    try:
+        return _run(words)
+    except UserError as error:
+        print(shown(str(error)), file=sys.stderr)
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    check_packages()
     if words and words[0] in RUN:
         os.execv(sys.executable, [sys.executable, START, *words[1:]])
     parser = command_line()
     if words and (close := _close_tool(parser, words[0])):
         parser.error(f"there is no tool {words[0]!r}: did you mean {close!r}?")
-    options, further = parser.parse_known_args(arguments)
+    options, further = parser.parse_known_args(words)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
     if any(word.startswith("-") for word in further) or (further and "overrides" not in options):
         parser.error(f"unrecognized arguments: {' '.join(further)}{advice(further[0], words)}")
     if further:
         options.overrides += further
-    try:
-        module, _, function = options.tool.partition(":")
-        with explain(PermissionError, NOT_PERMITTED):
-            return getattr(import_module(module), function)(options) or 0
-    except UserError as error:
-        print(shown(str(error)), file=sys.stderr)
-        return 2
+    module, _, function = options.tool.partition(":")
+    with explain(PermissionError, NOT_PERMITTED):
+        return getattr(import_module(module), function)(options) or 0
 
 
 def _close_tool(parser: ArgumentParser, word: str) -> str | None:

@@ -334,7 +334,7 @@ class RunState:
         if snapshot:
             self._load(snapshot)
         for kind, body in events:
-            with self.journal.known(kind):
+            with self.journal.version_errors(kind):
                 event = event_of(kind, body)
                 change = None if event else change_of(kind, body)
             if event:
@@ -369,7 +369,7 @@ class RunState:
 
     def _load(self, dump: dict[str, Any]) -> None:
         """Become the state that `dump` returned; what an earlier version did not know is as in a new run."""
-        with self.journal.known("the snapshot"):
+        with self.journal.version_errors("the snapshot"):
             self._load_parts(with_defaults(dump, self._new))
 
     def _load_parts(self, dump: dict[str, Any]) -> None:

@@ -12,6 +12,10 @@ Causes = type[BaseException] | tuple[type[BaseException], ...]
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the sentence alone."""
+        return [f"UserError: {self}"]
+
 
 class ToolError(Exception):
     """A tool failed, and with it the sample that uses the tool. `cause`: what is reported to the master; "row" if

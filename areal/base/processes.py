@@ -12,8 +12,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
+
+from areal.base.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 # The program that run.py is, also where there is no clone.
@@ -36,6 +39,16 @@ OPEN_FILES = 65_536
 PARENT_SECONDS = 0.5
 # How often a rank that was told to leave looks whether rank 0 has left.
 LEADER_SECONDS = 0.1
+
+
+def check_packages() -> None:
+    """Raises UserError if a file or a folder of the user's hides a package of this project, which has the same name."""
+    for name in ("actors", "protocols"):
+        spec = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
+        places = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
+        if spec is None or ROOT / name not in places:
+            own = spec and (spec.origin or next(map(str, places), name))
+            raise UserError(f"{own} hides the package {name!r} of areal: rename it, or start in another folder.")
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

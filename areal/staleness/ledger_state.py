@@ -543,8 +543,8 @@ class LedgerState:
     @classmethod
     def load(cls, dump: dict[str, Any]) -> Self:
         """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty.
-        Fields that it lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does not
-        know."""
+        Fields that it lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does
+        not know."""
         state = cls(LedgerSettings(**dump["settings"]))
         dump = with_defaults(dump, state.dump())
         state.version = dump["version"]

@@ -138,7 +138,7 @@ class Journal:
         state: dict[str, Any] = _body(self.file, f"the state of version {version}", "state", *row)
         return state
 
-    def known(self, name: str) -> AbstractContextManager[None]:
+    def version_errors(self, name: str) -> AbstractContextManager[None]:
         """Raises UserError if a part of this name has a field or a kind that this version of the program does not know,
         or lacks one that has no default."""
         return explain(

@@ -376,11 +376,11 @@ def read_journal(record: Record) -> JournalFacts:
     """Read a copy of a run's journal. Raises UserError if it is damaged, LedgerError if an event does not follow."""
     with record.journal() as journal:
         snapshot, events = journal.read()
-    with journal.known("the snapshot"):
+    with journal.version_errors("the snapshot"):
         ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
     facts = JournalFacts(journal.run, ledger, {}, {}, set())
     for kind, body in events:
-        with journal.known(kind):
+        with journal.version_errors(kind):
             if kind == "rewarded":
                 facts.rewards[body["group"]] = body["mean"]
             event = event_of(kind, body)

@@ -229,3 +229,42 @@ def test_a_folder_of_another_user_is_refused_in_a_sentence(command, tmp_path, ca
         folder.chmod(0o700)
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("This user has no right to do that (") and str(folder) in line
+
+
+HIDING = ["actors.py", "protocols.py", "actors/__init__.py", "protocols/__init__.py"]
+
+
+@pytest.fixture(params=HIDING)
+def hiding(request, tmp_path):
+    """A file of the user's that has the name of a package of ours."""
+    file = tmp_path / request.param
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    return file
+
+
+@pytest.mark.parametrize("command", [["-m", "areal", "ps"], ["-m", "areal", "run", "--help"], [START, "--help"]])
+def test_a_file_of_the_users_that_hides_a_package_is_named_in_one_sentence(hiding, command, tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    name = hiding.relative_to(tmp_path).parts[0].removesuffix(".py")
+    sentence = f"{hiding} hides the package {name!r} of areal: rename it, or start in another folder.\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_a_file_that_hides_no_package_is_no_matter(tmp_path):
+    (tmp_path / "trainer.py").touch()
+    done = subprocess.run([sys.executable, "-m", "areal", "ps"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_notebook_beside_a_file_that_hides_a_package_shows_the_sentence_alone(tmp_path):
+    (tmp_path / "protocols.py").touch()
+    cell = "import areal\nareal.train()"
+    program = f"from IPython.core.interactiveshell import InteractiveShell as S\nS.instance().run_cell({cell!r})"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "IPYTHONDIR": str(tmp_path / "ipython")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert f"UserError: {tmp_path}/protocols.py hides the package 'protocols' of areal: rename it" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr and "File" not in done.stdout
