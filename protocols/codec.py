@@ -67,11 +67,11 @@ def encode(header: Header, message: Message) -> list[Frame]:
     return [encode_header(header), *encode_body(message)]
 
 
-def encode_header(header: Header, **more: str) -> bytes:
-    """The first frame. more: fields that only a peer of another protocol reads. Raises MalformedError."""
+def encode_header(header: Header, **extra: str) -> bytes:
+    """The first frame. extra: fields that only a peer of another protocol reads. Raises MalformedError."""
     _check(header)
     # Empty fields are left out: the receiver's defaults are the same.
-    fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value} | more
+    fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value} | extra
     fields["v"] = PROTOCOL_VERSION
     try:
         frame = _pack(fields)

@@ -66,19 +66,19 @@ def program() -> str:
         return ""
 
 
-def difference(peer: object, own: str) -> str:
+def difference(peer: object, installed: str) -> str:
     """What to do about a peer of another protocol, in one sentence. peer: what the peer says of the version of its
-    package, which may be anything. own: the version of this process's package; empty: not known."""
+    package, which may be anything. installed: the version of this process's package; empty: not known."""
     where = "install the same version of the project on every node"
-    if not (isinstance(peer, str) and re.fullmatch(VERSION, peer) and own):
+    if not (isinstance(peer, str) and re.fullmatch(VERSION, peer) and installed):
         return f"the peer speaks another version of the protocol than this actor: {where}"
-    if peer == own:
+    if peer == installed:
         return (
-            f"the peer has another commit of version {own} of the project than this actor, with another protocol: "
+            f"the peer has another commit of version {installed} of the project than this actor, with another protocol: "
             f"install the same commit on every node"
         )
-    age = "older" if _numbers(peer) < _numbers(own) else "newer"
-    return f"the peer has version {peer} of the project, {age} than this actor's {own}: {where}"
+    age = "older" if _numbers(peer) < _numbers(installed) else "newer"
+    return f"the peer has version {peer} of the project, {age} than this actor's {installed}: {where}"
 
 
 def _numbers(text: str) -> list[int]:

@@ -73,10 +73,10 @@ class SampleStore(HandlesRequests):
             self._check_holder(request)
             return self._spool.put_all(parts, self._size(stored.prompt_index))
 
-        there = await self._use_spool(request, put)
-        if there.group is None:  # a part that was forgotten meanwhile is of a group that is no longer alive
-            return GroupAccepted(accepted=parts.keys() <= set(there.places))
-        return GroupAccepted(accepted=await self._report_ready(there.group))
+        stored_group = await self._use_spool(request, put)
+        if stored_group.group is None:  # a part that was forgotten meanwhile is of a group that is no longer alive
+            return GroupAccepted(accepted=parts.keys() <= set(stored_group.places))
+        return GroupAccepted(accepted=await self._report_ready(stored_group.group))
 
     def _size(self, prompt_index: int) -> int:
         return samples_of(prompt_index, self._config.group_size)
@@ -121,9 +121,9 @@ class SampleStore(HandlesRequests):
                 await self._use_spool(request, self._spool.move_calls, group, begun)
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
                 stored, unfinished = await self._oldest_versions(request, size)
-        there = await self._use_spool(request, self._spool.complete, group, size)
-        if there.group is not None:
-            await self._report_ready(there.group)
+        stored_group = await self._use_spool(request, self._spool.complete, group, size)
+        if stored_group.group is not None:
+            await self._report_ready(stored_group.group)
         scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
         calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
         return StoredSamples(

@@ -47,8 +47,8 @@ def check_packages() -> None:
         spec = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
         places = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
         if spec is None or ROOT / name not in places:
-            own = spec and (spec.origin or next(map(str, places), name))
-            raise UserError(f"{own} hides the package {name!r} of areal: rename it, or start in another folder.")
+            file = spec and (spec.origin or next(map(str, places), name))
+            raise UserError(f"{file} hides the package {name!r} of areal: rename it, or start in another folder.")
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

@@ -95,11 +95,11 @@ def _add_columns(connection: sqlite3.Connection, schema: str) -> None:
     defaults. Raises FormatError if a table or a column has none, or if this version does not know it."""
     with closing(sqlite3.connect(":memory:")) as new:
         new.executescript(schema + FACTS)
-        known, there = _columns(new), _columns(connection)
-    if unknown := sorted(there.keys() - known.keys()):
+        declared, present = _columns(new), _columns(connection)
+    if unknown := sorted(present.keys() - declared.keys()):
         raise FormatError(f"{_writer(connection)} wrote it with other columns: {', '.join(map('.'.join, unknown))}")
-    for (table, name), (kind, required, default) in known.items():
-        if (table, name) not in there:
+    for (table, name), (kind, required, default) in declared.items():
+        if (table, name) not in present:
             if default is None and required:
                 raise FormatError(f"{_writer(connection)} wrote it without the column {table}.{name}")
             rule = f"{'NOT NULL ' if required else ''}DEFAULT {'NULL' if default is None else default}"

@@ -124,10 +124,10 @@ class WatchedSpool(Spool):
     on_calls: Callable[[str], None]
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
-        there = super().put_all(parts, size)
+        stored = super().put_all(parts, size)
         for place, part in parts.items():
             self.on_put(part.group.id, place)
-        return there
+        return stored
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
         samples = list(samples)
