@@ -74,7 +74,7 @@ def difference(peer: object, installed: str) -> str:
         return f"the peer speaks another version of the protocol than this actor: {where}"
     if peer == installed:
         return (
-            f"the peer has another commit of version {installed} of the project than this actor, with another protocol: "
+            f"the peer has another commit of version {installed} of the project, with another protocol: "
             f"install the same commit on every node"
         )
     age = "older" if _numbers(peer) < _numbers(installed) else "newer"

@@ -69,7 +69,7 @@ def test_every_process_has_the_same_version(first):
     [
         ("0.9.1", "0.10.0", "the peer has version 0.9.1 of the project, older than this actor's 0.10.0: install"),
         ("1.0.0", "0.10.0", "the peer has version 1.0.0 of the project, newer than this actor's 0.10.0: install"),
-        ("0.2.0", "0.2.0", "the peer has another commit of version 0.2.0 of the project than this actor"),
+        ("0.2.0", "0.2.0", "the peer has another commit of version 0.2.0 of the project, with"),
         ("", "0.2.0", "the peer speaks another version of the protocol than this actor: install the same version"),
         (None, "0.2.0", "the peer speaks another version of the protocol"),
         ("0.1\n\x1b[2J", "0.2.0", "the peer speaks another version of the protocol"),
