@@ -8,8 +8,11 @@ import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -379,18 +382,14 @@ def load_config(
     file: Path | None,
     overrides: Sequence[str] = (),
     kind: type[T] = Config,  # type: ignore[assignment]
-    secrets: Mapping[str, Any] | None = None,
 ) -> T:
     """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
 
     Any mapping in a file may name a `base`: another YAML file, or a list of them, relative to its own file. It changes
     their values. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
-    base is relative to the working directory.
-    secrets: values for the places in the file where they are hidden, as `secrets_in` returned them. Raises UserError,
-    which names the key, its place and what to do.
+    base is relative to the working directory. Raises UserError, which names the key, its place and what to do.
     """
     values = {} if file is None else read_values(file)
-    reveal(values, secrets or {})
     return validated(overridden(values, overrides, kind=kind), file, kind, [*map(split_override, overrides)])
 
 
@@ -426,6 +425,24 @@ def validated(
         if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name, _ in overrides):
             file = "the overrides"
         raise UserError(sentence_of(error, file, kind)) from None
+
+
+def stored_config(file: Path, overrides: Sequence[str] = (), secrets: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that a run has stored, as `load_config` reads it. A key that this version does not know is left
+    out if it is off (null, false, 0, or empty): the version that stored it had a setting that this one does not have,
+    and the run does not use it. secrets: values for the places in the file where they are hidden, as `secrets_in`
+    returned them. Raises UserError."""
+    values = read_values(file)
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        for mistake in error.errors():
+            *places, key = mistake["loc"]
+            if mistake["type"] == "extra_forbidden" and not mistake["input"]:
+                with suppress(LookupError, TypeError):  # inside of a union the place has the name of a choice
+                    del reduce(getitem, places, cast(Any, values))[key]
+    reveal(values, secrets or {})
+    return validated(overridden(values, overrides), file, Config, [*map(split_override, overrides)])
 
 
 def dump_config(config: Config) -> str:

@@ -18,7 +18,7 @@ import structlog
 
 from areal.base.errors import UserError
 from areal.base.secrets import hidden_in, secrets_in, without_secrets
-from areal.config import Config, dump_config, load_config, overridden, validated
+from areal.config import Config, dump_config, load_config, overridden, stored_config, validated
 from areal.config.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
 from areal.models import with_folders
@@ -242,7 +242,7 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
-    return load_config(file, overrides, secrets=_object_in(folder / SECRETS) if secrets else None)
+    return stored_config(file, overrides, _object_in(folder / SECRETS) if secrets else {})
 
 
 def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = False) -> Config:

@@ -1,0 +1,102 @@
+"""A run that an earlier commit has written is read by this one, also after a new column.
+
+`earlier_run.tar.xz` has the record of a quickstart with a tiny model that was stopped after 31 steps: configuration,
+journal, spool, rollouts and metrics of version 0.2.0. The model is named MODEL.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal.base.errors import UserError
+from areal.base.processes import ROOT
+from areal.storage.run_folder import config_of_run
+
+STEPS = 31
+NEW_COLUMN = """
+import sys
+import numpy as np
+from areal.samples import table
+from areal.samples.trajectory import Trajectory
+
+table.COLUMNS["novelty"] = table.Column(np.float32)
+Trajectory.novelty = None
+"""
+RESUMED = """
+import json
+from pathlib import Path
+from actors.master.run_state import RunState
+from areal.__main__ import main
+from areal.storage.journal import Journal
+from areal.storage.rollouts import RolloutWriter, batches
+from areal.storage.run_folder import configuration_to_resume
+from areal.storage.spool import Spool
+
+folder = Path(sys.argv[1])
+assert main(["audit", str(folder), "--json", str(folder / "audit.json")]) == 0
+config = configuration_to_resume(folder, None, [])
+state, spool = RunState(config, Journal.open(folder / "journal.db")), Spool.open(folder / "spool.db")
+groups = spool.get(spool.ids())
+writer = RolloutWriter(folder / "rollouts", "all", 1 << 30, lambda sequences: ["" for _ in sequences])
+step = writer.step
+writer.add_trained(step + 1, groups[:2], None)
+writer.write()
+assert main(["report", str(folder)]) == 0
+assert main(["rollouts", str(folder), "--where", "novelty is null", "--show", "1"]) == 0
+values = {
+    "version": state.ledger.state.version,
+    "samples": [len(group.trajectories) for group in groups],
+    "step": step,
+    "batches": [step for step, _ in batches(folder / "rollouts")],
+}
+(folder / "values.json").write_text(json.dumps(values))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> Path:
+    with tarfile.open(Path(__file__).with_name("earlier_run.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "earlier"
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("MODEL", str(tiny_model)))
+    return folder
+
+
+def test_a_run_of_an_earlier_commit_is_read_and_resumed_after_a_new_column(run):
+    command = [sys.executable, "-c", NEW_COLUMN + RESUMED, str(run)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((run / "values.json").read_text()) == {
+        "version": STEPS,
+        "samples": [2] * 65,
+        "step": STEPS,
+        "batches": [*range(1, STEPS + 2)],  # the newest file has the column
+    }
+    assert f"of {STEPS + 1} steps" in done.stdout
+    results = [finding["result"] for finding in json.loads((run / "audit.json").read_text())["findings"]]
+    assert results.count("holds") >= 5 and "fails" not in results
+    assert (run / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("setting", [False, None, [], 0.0, ""], ids=repr)
+def test_a_setting_that_is_no_longer_there_is_no_matter_if_it_was_off(run, setting):
+    before = config_of_run(run)
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["trainer"]["novelty"] = values["novelty"] = setting
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    assert config_of_run(run, ["steps=120"]) == before.model_copy(update={"steps": 120})
+
+
+def test_a_setting_that_is_no_longer_there_is_named_if_it_was_on(run):
+    with (run / "config.yaml").open("a") as file:
+        file.write("novelty: true\n")
+    with pytest.raises(UserError, match=f"Unknown key 'novelty' in {run}/config.yaml"):
+        config_of_run(run)
