@@ -54,13 +54,16 @@ def run_in(folder: Path) -> RunHere:
 
 
 def stop_run(run: RunHere) -> list[str]:
-    """Stop a run in order, and wait until it has ended. Returns processes that remain. Raises UserError."""
+    """Stop a run in order, also a suspended one (Ctrl-Z), and wait until it has ended. Returns processes that remain.
+    Raises UserError."""
     until = time.monotonic() + config_of_run(run.folder).master.drain_seconds + STOP_SECONDS
     processes: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
         process = psutil.Process(run.process)
         processes = [process, *process.children(recursive=True)]
         process.terminate()
+        for suspended in filter(_is_suspended, processes):  # a signal waits until the process goes on
+            suspended.resume()
     while (survivors := [child for child in processes if _goes_on(child)]) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
     return [f"{survivor.pid} ({_command(survivor)})" for survivor in survivors]
@@ -91,6 +94,12 @@ def _goes_on(process: psutil.Process) -> bool:
     """False of a process that has ended, also if nobody has waited for it."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _is_suspended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_STOPPED)
     return False
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import fnmatch
 import gc
+import io
 import os
 import resource
 import signal
@@ -151,10 +152,13 @@ def torchrun(ranks: int) -> list[str]:
 
 
 class LenientOutput:
-    """A stream of text that may lose what is written: where its reader has gone, or its file is on a full disk, nothing
-    is raised: a run does not end for its display. reader_only: a full disk is raised."""
+    """A stream of text that may lose what is written: where its reader has gone, its file is on a full disk, or its
+    encoding lacks a character, nothing is raised: a run does not end for its display. reader_only: a full disk is
+    raised."""
 
     def __init__(self, stream: TextIO, reader_only: bool = False) -> None:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
         self._stream = stream
         self._reader_only = reader_only
 

@@ -39,13 +39,13 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
     try:
         original.parent.mkdir(parents=True, exist_ok=True)
         lock = original.with_suffix(".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process killed
     except OSError as error:
         if progress:
             progress(f"the model is not kept for other runs: {error}")
         make_whole(folder)
         return folder
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process killed
         if not original.exists():
             make_whole(original)
         if not folder.exists():  # another process may have waited for the same one

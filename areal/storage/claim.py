@@ -70,7 +70,7 @@ def claim(folder: Path, resume: bool = False) -> int:
             lock = _open(folder)
         if lock is None:
             continue
-        if not try_lock(lock, LOCK_ATTEMPTS):
+        if not try_lock(lock, folder / ADDRESS, LOCK_ATTEMPTS):
             os.close(lock)
             raise _in_progress(folder)
         if _is_same_file(lock, folder / ADDRESS):  # else another run has moved it aside meanwhile
@@ -110,6 +110,8 @@ def claimed_address(folder: Path) -> str | None:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.read(file, 1024).decode().strip() or None
+    except OSError:  # a file system without locks, on which no run can be in progress
+        return None
     finally:
         os.close(file)
     return None

@@ -182,16 +182,27 @@ def _marks(path: Path, log: Path) -> tuple[int, int, bytes]:
     return stat.st_mtime_ns, stat.st_size, header
 
 
-def try_lock(file: int, attempts: int) -> bool:
-    """Lock the open file against other processes until it is closed or this process ends; `attempts` are made, one each
-    LOCK_RETRY_SECONDS. Returns False if another process has held it all that time."""
+def try_lock(file: int, path: Path, attempts: int) -> bool:
+    """Lock the open file at `path` against other processes until it is closed or this process ends; `attempts` are
+    made, one each LOCK_RETRY_SECONDS. Returns False if another process has held it all that time. Raises UserError if
+    the file system has no locks."""
     for _ in range(attempts):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             time.sleep(LOCK_RETRY_SECONDS)
+        except OSError as error:
+            raise _lockless(path, error) from error
     return False
+
+
+def _lockless(path: Path, error: OSError) -> UserError:
+    """The error for a file system that has no locks, or whose server of locks does not answer."""
+    return UserError(
+        f"{path} cannot be locked ({error.strerror}), and a lock keeps a second process out: choose a folder on a file "
+        f"system that has locks (flock), such as a local disk."
+    )
 
 
 def _lock(path: Path, noun: str) -> int:
@@ -201,7 +212,7 @@ def _lock(path: Path, noun: str) -> int:
     """
     with explain(OSError, f"{path} cannot be used as a {noun} ({{strerror}})"):
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
-    if not try_lock(lock, LOCK_ATTEMPTS):
+    if not try_lock(lock, path, LOCK_ATTEMPTS):
         os.close(lock)
         raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")
     return lock

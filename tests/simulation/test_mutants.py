@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
+from areal.staleness.ledger import Ledger
 from simulation.engines import Mishaps, Pace
 from simulation.faults import (
     Damage,
@@ -390,3 +397,59 @@ def test_a_group_that_waits_for_its_score_outlives_its_manager_and_its_reward_ac
 def test_all_mutants_are_tested_and_described() -> None:
     assert sorted(MUTANTS) == sorted([*CAUGHT_BY, *PROVOKED, AIMED])
     assert not [name for name, mutant in MUTANTS.items() if not mutant.__doc__]
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = "\n".join(
+    file.read_text()
+    for folder in ("areal", "actors", "protocols", "tests/simulation")
+    for file in (ROOT / folder).rglob("*.py")
+    if file.name not in ("mutants.py", "test_mutants.py")
+)
+
+
+def flaw_of(patcher: Any) -> str:
+    """Why a mutant's patch of an attribute changes nothing any more, or breaks what calls it; empty: it applies."""
+    target, name, new = patcher.getter(), patcher.attribute, patcher.new
+    use = name if isinstance(target, ModuleType) else rf"\.{name}"
+    answers = getattr(target, "_handlers", {}).values()
+    if not (name.startswith("__") or name in answers or re.search(rf"(?<!def ){use}\b", SOURCES)):
+        return f"nothing uses {name} of {target.__name__}"
+    if not hasattr(target, name):
+        return "" if patcher.create else f"{target.__name__} has no {name}"
+    original = inspect.getattr_static(target, name)
+    if inspect.isroutine(new) and isinstance(original, property):
+        return f"{name} of {target.__name__} is a property"
+    if inspect.isroutine(new) and callable(original):
+        takes = inspect.signature(getattr(target, name)).parameters.values()
+        positional = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        named = {p.name: p for p in takes if p.kind is p.KEYWORD_ONLY}
+        with contextlib.suppress(TypeError):
+            inspect.signature(new).bind(*positional, **named)
+            return ""
+        return f"{name} of {target.__name__} takes other arguments"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "new", "flaw"),
+    [
+        ("expires", lambda ledger, now: [], "nothing uses expires of Ledger"),
+        ("unlink", lambda ledger: [], "Ledger has no unlink"),
+        ("discard", lambda ledger: None, "discard of Ledger takes other arguments"),
+        ("ended", lambda ledger: None, "ended of Ledger is a property"),
+        ("discard", lambda ledger, group, reason: None, ""),
+    ],
+)
+def test_a_mutant_of_what_is_no_longer_there_or_is_called_otherwise_is_noticed(attribute, new, flaw) -> None:
+    assert flaw_of(patch.object(Ledger, attribute, new)) == flaw
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_still_applies(mutant: str) -> None:
+    """Whether it is found is tested with seeds, which many runs of the tests leave out."""
+    mutation: Any = MUTANTS[mutant]()
+    flaws = [flaw_of(patcher) for patcher in (mutation, *mutation.additional_patchers)]
+    assert not any(flaws), flaws
+    with mutation:  # all of it at once
+        pass

@@ -81,3 +81,11 @@ def test_an_output_on_a_full_disk_raises_nothing_unless_its_text_must_not_be_los
         with pytest.raises(OSError, match="No space left"):
             LenientOutput(full, reader_only=True).write("x" * 100_000)
         os.dup2(nowhere.fileno(), full.fileno())  # for what is in the buffers when it is closed
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict"])
+def test_a_character_that_the_encoding_of_the_output_lacks_ends_no_program(encoding):
+    script = "import sys; from areal.base.processes import LenientOutput as L; print('a \\u2192 b', file=L(sys.stdout))"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"a ? b\n", b"")

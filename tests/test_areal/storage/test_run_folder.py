@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -15,7 +16,7 @@ from support.small_runs import read_jsonl
 from areal.base.errors import UserError
 from areal.base.secrets import secrets_in, without_secrets
 from areal.config import Config, dump_config, load_config
-from areal.storage.claim import announce, check_free, claim, claimed_address
+from areal.storage.claim import ADDRESS, announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
 from areal.storage.record import Record
 from areal.storage.records import NewRecords, line_of, move_records, read_records
@@ -33,6 +34,7 @@ from areal.storage.run_folder import (
     steps_trained,
     store_configuration,
 )
+from areal.storage.spool import Spool
 
 VALUES = """\
 name: mine
@@ -221,11 +223,11 @@ def test_a_run_that_took_the_folder_while_another_waited_for_it_keeps_it(config,
     os.close(claim(config.folder))
     RunFolder(config)
 
-    def late(lock: int, attempts: int) -> bool:
+    def late(lock: int, path: Path, attempts: int) -> bool:
         monkeypatch.setattr("areal.storage.claim.try_lock", try_lock)
         locks.append(claim(config.folder))  # moves the folder aside, whose file `lock` is
         RunFolder(config)
-        return try_lock(lock, attempts)
+        return try_lock(lock, path, attempts)
 
     locks: list[int] = []
     monkeypatch.setattr("areal.storage.claim.try_lock", late)
@@ -241,6 +243,24 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
     for take in claim, check_free:
         with pytest.raises(UserError, match=r"The run folder .*mine cannot be used \(.*\): choose another run_dir"):
             take(tmp_path / "file" / "mine", False)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_told_in_one_sentence(config, monkeypatch, code):
+    def flock(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    config.folder.mkdir(parents=True)
+    (config.folder / ADDRESS).touch()
+    check_free(config.folder, resume=False)
+    for use in claim, lambda folder: Spool.open(folder / "spool.db"):
+        with pytest.raises(
+            UserError, match=r"cannot be locked \(.*choose a folder on a file system that has"
+        ) as refused:
+            use(config.folder)
+        assert "\n" not in str(refused.value)
+    assert claimed_address(config.folder) is None
 
 
 @pytest.mark.parametrize("resume", [True, False])
