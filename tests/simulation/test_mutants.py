@@ -441,7 +441,9 @@ def flaw_of(patcher: Any) -> str:
         ("discard", lambda ledger, group, reason: None, ""),
     ],
 )
-def test_a_mutant_of_what_is_no_longer_there_or_is_called_otherwise_is_noticed(attribute, new, flaw) -> None:
+def test_a_mutant_of_what_is_no_longer_there_or_is_called_otherwise_is_noticed(
+    attribute: str, new: Any, flaw: str
+) -> None:
     assert flaw_of(patch.object(Ledger, attribute, new)) == flaw
 
 
