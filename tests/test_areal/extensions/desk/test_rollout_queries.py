@@ -278,7 +278,8 @@ LATER = ["routes", "advantages"]
 @pytest.mark.parametrize("earlier", ["1", "[123]"], ids=["of one file", "of all files"])
 def test_a_column_that_files_of_an_earlier_version_lack_is_null_in_their_rows(run, capsys, earlier):
     whole = {
-        (row["group"], row["sample"], row["branch"]): row for row in Record(run).rollouts.rows(["group", "sample", "branch"])
+        (row["group"], row["sample"], row["branch"]): row
+        for row in Record(run).rollouts.rows(["group", "sample", "branch"])
     }
     for file in (run / "rollouts").glob(f"*{earlier}.parquet"):
         pq.write_table(pq.read_table(file).drop_columns(LATER), file)
