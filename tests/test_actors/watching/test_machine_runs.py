@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from helpers import ten_steps
+from support.small_runs import ten_steps
 
 from actors.watching.machine_runs import RunHere, stop_run
 from areal.config import dump_config
