@@ -9,7 +9,7 @@ from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_files import METRICS
-from areal.storage.run_folder import compare_record, keep_changes
+from areal.storage.run_folder import compare_record, keep_changes, lost_metrics
 
 log = structlog.get_logger()
 
@@ -29,6 +29,7 @@ def check_record(config: Config, from_step: int | None = None) -> list[str]:
     ledger = state.ledger
     if config.steps < ledger.version:
         raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
+    lines += lost_metrics(config.folder, ledger.version)
     return [*lines, *keep_changes(config, ledger.state.batches_logged, state.checkpoint_version)]
 
 

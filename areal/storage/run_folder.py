@@ -170,6 +170,19 @@ def metrics_of(folder: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def lost_metrics(folder: Path, version: int) -> list[str]:
+    """A sentence about the steps before `version` whose metrics the run in `folder` has lost; none if it has all. The
+    metrics of the newest step are written again at a restart. Metrics beyond a limit of size are not lost."""
+    steps = [record["step"] for record in metrics_of(folder)]
+    first = steps[0] if steps and (folder / OLDER[METRICS]).exists() else first_version(folder) + 1
+    if not (lost := sorted({*range(first, version)} - {*steps})):
+        return []
+    which = f"steps {lost[0]} to {lost[-1]}" if len(lost) > 1 else f"step {lost[0]}"
+    return [
+        f"{folder / METRICS} has lost the metrics of {len(lost)} of the run's steps ({which}): its curves lack them."
+    ]
+
+
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
     return max((record["step"] for record in metrics_of(folder)), default=0)

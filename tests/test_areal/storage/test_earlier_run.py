@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from actors.record.completeness import check_record
 from areal.base.errors import UserError
 from areal.base.processes import ROOT
-from areal.storage.run_folder import config_of_run
+from areal.storage.run_folder import config_of_run, configuration_to_resume
 
 STEPS = 31
 NEW_COLUMN = """
@@ -100,3 +101,20 @@ def test_a_setting_that_is_no_longer_there_is_named_if_it_was_on(run):
         file.write("novelty: true\n")
     with pytest.raises(UserError, match=f"Unknown key 'novelty' in {run}/config.yaml"):
         config_of_run(run)
+
+
+@pytest.mark.parametrize(
+    ("kept", "lost"),
+    [
+        (slice(None), None),
+        (slice(0, 30), None),  # a master that was killed may not have written the last one
+        (slice(0, 20), "10 of the run's steps (steps 21 to 30)"),
+        (slice(3, None), "3 of the run's steps (steps 1 to 3)"),
+        (slice(0, 0), "30 of the run's steps (steps 1 to 30)"),
+    ],
+)
+def test_metrics_that_are_cut_by_whole_lines_are_told_when_a_run_goes_on(run, kept, lost):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[kept]))
+    sentences = [line for line in check_record(configuration_to_resume(run, None, [])) if "lost the metrics" in line]
+    assert sentences == ([f"{metrics} has lost the metrics of {lost}: its curves lack them."] if lost else [])
