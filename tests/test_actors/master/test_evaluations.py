@@ -2,78 +2,21 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.small_runs import ten_steps
+from fakes.quiet_master import QuietMaster
 
-from actors.master.changes import PublishedChange
-from actors.master.evaluations import GRACE_SECONDS, Evaluations
-from actors.master.members import Members
-from actors.master.progress import Progress
-from actors.master.run_state import RunState
-from areal.staleness.failures import Failures
-from areal.staleness.ledger_state import Counters
-from areal.storage.journal import Journal
-from protocols.messages import Engagement, EvaluationDone, Heartbeat, Join, Member, Policy, Work
+from actors.master.evaluations import GRACE_SECONDS
+from protocols.messages import Engagement, Heartbeat, Work
 
 ROWS = {1: ([1.0], 5)}
 
 
-class Run:
-    """A run of ten steps, every second version of which is evaluated."""
-
-    def __init__(self, connection: sqlite3.Connection | None = None, **more: Any) -> None:
-        self.now = 100.0
-        values: dict[str, Any] = {
-            "data": {"source": "addition", "eval_size": 4},
-            "evaluator": {"every": 2, "timeout_seconds": 50.0},
-            "master": {"lost_seconds": 30.0, "stall_seconds": 90.0},
-        }
-        config = ten_steps(**values | more)
-        self.connection = connection or sqlite3.connect(":memory:", check_same_thread=False)
-        self.state = RunState(config, Journal(self.connection))
-        self.members = Members(self.state, lambda event: None, lambda: self.now)
-        self.evaluations = Evaluations(self.state, self.members)
-        self.progress = Progress(
-            self.state, self.members, Failures(2, 60.0, 0.1, Path("runs/x"), Counters()), lambda: 1
-        )
-
-    def join(self, role: Any, mark: str = "x", **beat: Any) -> Member:
-        member = self.members.new_entry(Join(role=role, index=None, address="tcp://a:1"), mark)
-        self.members.add(member)
-        beat = {"state": "healthy", "serves": (), "activity": "", "stats": {}} | beat
-        self.members.update(member, Heartbeat(**beat))
-        self.members.record_heartbeat(member.identity, Heartbeat(**beat))
-        return self.state.members[member.identity]
-
-    def leave(self, member: Member) -> None:
-        self.evaluations.lose_member(member)
-        self.members.remove(member.identity, "it left")
-        self.evaluations.hold_version_0()
-
-    def publish(self, version: int) -> None:
-        policy = Policy(lineage=0, version=version, folder=f"v{version}")
-        self.state.emit(PublishedChange(policy=policy))
-        self.evaluations.plan(policy)
-
-    def finish(self, version: int, accuracy: float | None = 1.0) -> bool:
-        scores = {"accuracy": accuracy, "pass_at": {}, "rows": 4, "failed": 0, "completion_tokens_mean": 2.0}
-        return self.evaluations.finish(EvaluationDone(version=version, **scores, samples=()))
-
-    @property
-    def held(self) -> dict[int, int]:
-        """The versions that are held, by the generators' index."""
-        return {m.index: m.held.version for m in self.state.members.values() if m.held}
-
-
 @pytest.fixture
-def run() -> Run:
+def run() -> QuietMaster:
     """Two generators and an evaluator, and version 0 is evaluated."""
-    run = Run()
+    run = QuietMaster()
     for role in ("generator", "generator", "evaluator"):
         run.join(role)
     run.evaluations.hold_version_0()
@@ -84,7 +27,7 @@ def run() -> Run:
 
 
 def test_version_0_is_held_by_a_generator_that_still_has_it():
-    run = Run()
+    run = QuietMaster()
     run.evaluations.hold_version_0()
     assert run.held == {}
     first, second = run.join("generator", state="stale"), run.join("generator")
@@ -115,7 +58,7 @@ def test_every_second_version_is_held_by_another_generator(run):
 
 
 def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it():
-    run = Run(generator={"count": 3}, gateway={"serve": "evaluated", "accuracy_drop": 0.1})
+    run = QuietMaster(generator={"count": 3}, gateway={"serve": "evaluated", "accuracy_drop": 0.1})
     run.join("evaluator")
     for _ in range(3):
         run.join("generator")
@@ -202,7 +145,7 @@ def test_a_generator_is_held_for_evaluators_only_while_they_score_rows(run):
 
 
 def test_version_0_is_not_given_up_for_what_may_pass():
-    run = Run()
+    run = QuietMaster()
     run.join("generator")
     run.evaluations.hold_version_0()
     run.evaluations.abandon("a test")
@@ -217,14 +160,14 @@ async def test_a_restarted_master_knows_what_is_held_and_scored(run):
     run.publish(2)
     run.evaluations.keep_scores(2, ROWS)
     await run.state.journal.durable()
-    again = Run(run.connection)
+    again = QuietMaster(run.connection)
     assert again.held == {1: 2}
     assert again.state.row_scores(2) == ROWS
     assert again.finish(2)
 
 
 def test_a_stall_has_two_remedies_before_its_end():
-    run = Run()
+    run = QuietMaster()
     remedies = Counter(remedy for _ in range(100) if (remedy := next_second(run)))
     assert remedies == {"end": 10}, "no role has a member, so that nothing else helps"
     for role in ("trainer", "generator", "rollout_manager", "evaluator"):
@@ -235,13 +178,13 @@ def test_a_stall_has_two_remedies_before_its_end():
     assert {n: remedy for n, remedy in enumerate(remedies, 1) if remedy} == {31: "requeue", 61: "fence", 91: "end"}
 
 
-def next_second(run: Run) -> str | None:
+def next_second(run: QuietMaster) -> str | None:
     run.now += 1.0
     return run.progress.remedy()
 
 
 def test_the_longest_work_is_named_beside_who_waits():
-    run = Run()
+    run = QuietMaster()
     assert "everyone waits for a trainer and a generator" in run.progress.describe()
     assert run.progress.describe().endswith("(for 0 s)")
     run.join("trainer", works=(Work(what="training", seconds=7.0),))

@@ -1,6 +1,6 @@
 from typing import Any
 
-from tests.test_actors.master.test_evaluations import Run
+from fakes.quiet_master import QuietMaster
 
 from actors.master.hangs import Hangs
 from protocols.messages import Heartbeat, Work
@@ -10,7 +10,7 @@ class Fleet:
     """Members, and what a master with `master.hang_seconds=10` finds of them."""
 
     def __init__(self) -> None:
-        self.run = Run()
+        self.run = QuietMaster()
         self.hangs = Hangs(self.run.members, 10.0)
 
     def beat(self, member: Any, kind: str, still: float, **ended: float) -> None:

@@ -1,4 +1,4 @@
-from tests.test_actors.master.test_evaluations import Run
+from fakes.quiet_master import QuietMaster
 
 from actors.master.memory import Memory
 from protocols.messages import Heartbeat
@@ -7,7 +7,7 @@ GIB = float(1 << 30)
 
 
 def test_a_machine_with_little_memory_left_is_told_once_with_its_largest_actor_until_it_has_enough():
-    run = Run()
+    run = QuietMaster()
     memory = Memory(run.state, run.members)
     actors = [run.join(role) for role in ("generator", "rollout_manager", "reward")]
 
