@@ -334,7 +334,7 @@ class Evaluator(Actor):
             benchmark = benchmarks[name]
             trajectory = await take_sample(row, benchmark.sampling)
             if trajectory:
-                text = self._texts(trajectory)[1]
+                text = _texts(self.sampling.services.tokenizer, trajectory)[1]
                 await self.member.on_disk("samples of a benchmark", benchmark.keep, row, number, trajectory, text)
             benchmark.add(row, number, trajectory)
             self.member.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
@@ -401,16 +401,16 @@ class Evaluator(Actor):
         characters = 0
         for number in sorted(evaluation.first.keys() & range(ROWS_SHOWN + FURTHER_ROWS)):
             row, sample = evaluation.rows[number], evaluation.first[number]
-            prompt, completion = self._texts(sample)
+            prompt, completion = _texts(self.sampling.services.tokenizer, sample)
             characters += len(prompt) + len(completion)
             if number < ROWS_SHOWN or characters <= SHOWN_CHARACTERS:
                 yield Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
 
-    def _texts(self, sample: Trajectory) -> tuple[str, str]:
-        """The text before the first sampled token, and from there on."""
-        first = int(sample.sampled.argmax())
-        prompt, completion = (
-            self.sampling.services.tokenizer.decode(part, skip_special_tokens=True)
-            for part in (sample.tokens[:first], sample.tokens[first:])
-        )
-        return prompt, completion
+
+def _texts(tokenizer: Any, sample: Trajectory) -> tuple[str, str]:
+    """The text before the first sampled token, and from there on."""
+    first = int(sample.sampled.argmax())
+    prompt, completion = (
+        tokenizer.decode(part, skip_special_tokens=True) for part in (sample.tokens[:first], sample.tokens[first:])
+    )
+    return prompt, completion

@@ -302,7 +302,7 @@ class Master(HandlesRequests):
             if lost := self.ledger.leases.expire(now):
                 log.warning("leases expired", groups=lost)
             self._run.evaluations.watch()
-            self._run.progress.look_for_servers()
+            self._run.progress.servers.look()
             self._run.changed.notify()
             self._disks.look([*self._shortages()], now)
             self._memory.look()
@@ -469,7 +469,7 @@ class Master(HandlesRequests):
     def _alerts(self) -> list[str]:
         """What the user of the run is told on its console, in the order in which it began within each kind."""
         disks = filter(None, (self.folder.filling, self._disks.alert))
-        pauses = filter(None, [self._run.progress.pause])
+        pauses = filter(None, [self._run.progress.servers.pause])
         return [
             *self._run.failures.firsts.values(),
             *self._hangs.alerts.values(),

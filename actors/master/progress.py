@@ -13,6 +13,51 @@ from protocols.messages import actor_name
 ABSENT_SECONDS = 10.0
 
 
+class Servers:
+    """The rewards and scorers that the run needs, and whether an actor serves each. `since`: the names that were served
+    and are not, and since when."""
+
+    def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
+        self._config, self._state, self._clock = state.config, state, clock
+        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
+        self._were_served: set[str] = set()
+        self.since: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Note which rewards and scorers of the run nobody serves any more. To be called every second."""
+        served, now = self.served(), self._clock()
+        self._were_served |= served
+        gone = (self._were_served & self.needed.keys()) - served
+        self.since = {name: self.since.get(name, now) for name in sorted(gone)}
+
+    @property
+    def absent(self) -> list[str]:
+        """The rewards and scorers that were served, and that nobody has served for ABSENT_SECONDS. Until they are back,
+        no group is admitted: each of its samples would only wait."""
+        return [name for name, since in self.since.items() if self._clock() - since >= ABSENT_SECONDS]
+
+    @property
+    def pause(self) -> str:
+        """Why admission pauses, and what to do; empty if it does not, or for another reason."""
+        if not self.absent:
+            return ""
+        name = self.absent[0]
+        role = self.needed[name]
+        hand = f"run.py --role {role}" + f" --scorer {name}" * (role == "scorer")
+        serving = "run.serve_reward in the notebook that did, or " * (role == "reward")
+        return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {serving}{hand}"
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """The rewards and scorers of the run, and the roles that serve them."""
+        rewards = self._state.reward_names - {*self._config.judges}
+        return dict.fromkeys(rewards, "reward") | self._scorers
+
+    def served(self) -> set[str]:
+        """The names that healthy members serve."""
+        return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
+
+
 class Progress:
     """`free`: the number of groups that may start now."""
 
@@ -21,10 +66,8 @@ class Progress:
         self._failures = failures
         self._free = free
         self._roles = [name for name, role in ROLES.items() if role.processes(self._config)]
-        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
+        self.servers = Servers(state, self._clock)
         self._successor_until = 0.0
-        self._were_served: set[str] = set()
-        self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
         self.note_progress()
 
     def note_progress(self) -> None:
@@ -35,41 +78,6 @@ class Progress:
     def await_successor(self) -> None:
         """A member has gone. The run does not end before the one that may be started in its place had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
-
-    # --- rewards and scorers that have gone
-
-    def look_for_servers(self) -> None:
-        """Note which rewards and scorers of the run nobody serves any more. To be called every second."""
-        served, now = self._served(), self._clock()
-        self._were_served |= served
-        gone = (self._were_served & self._needed.keys()) - served
-        self._absent = {name: self._absent.get(name, now) for name in sorted(gone)}
-
-    @property
-    def absent(self) -> list[str]:
-        """The rewards and scorers that were served, and that nobody has served for ABSENT_SECONDS. Until they are back,
-        no group is admitted: each of its samples would only wait."""
-        return [name for name, since in self._absent.items() if self._clock() - since >= ABSENT_SECONDS]
-
-    @property
-    def pause(self) -> str:
-        """Why admission pauses, and what to do; empty if it does not, or for another reason."""
-        if not self.absent:
-            return ""
-        name = self.absent[0]
-        role = self._needed[name]
-        hand = f"run.py --role {role}" + f" --scorer {name}" * (role == "scorer")
-        serving = "run.serve_reward in the notebook that did, or " * (role == "reward")
-        return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {serving}{hand}"
-
-    @property
-    def _needed(self) -> dict[str, str]:
-        """The rewards and scorers of the run, and the roles that serve them."""
-        rewards = self._state.reward_names - {*self._config.judges}
-        return dict.fromkeys(rewards, "reward") | self._scorers
-
-    def _served(self) -> set[str]:
-        return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
 
     # --- stalls
 
@@ -85,7 +93,7 @@ class Progress:
             return None
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
-        if joining or self._absent.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
+        if joining or self.servers.since.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"
@@ -156,6 +164,6 @@ class Progress:
     def missing(self) -> list[str]:
         """The roles that the run needs and no healthy member has, and the rewards and scorers that none serves."""
         missing = [name for name in self._roles if not self._members.with_role(name)]
-        served = self._served()
-        unserved = [(role, name) for name, role in sorted(self._needed.items()) if name not in served]
+        served = self.servers.served()
+        unserved = [(role, name) for name, role in sorted(self.servers.needed.items()) if name not in served]
         return [*missing, *(f"{role} that serves {name!r}" for role, name in unserved if role not in missing)]

@@ -156,7 +156,7 @@ class RunControl:
     def free_groups(self) -> int:
         """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and
         while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
-        if self.end.done() or self.shortage or self.progress.absent:
+        if self.end.done() or self.shortage or self.progress.servers.absent:
             return 0
         capacity, groups = self.ledger.state.room.for_rows, self.ledger.state.groups
         moving = len(groups) - groups.count(GroupState.OPEN)
@@ -174,7 +174,7 @@ class RunControl:
 
     def free_sessions(self) -> int:
         """Number of sessions that may be opened now."""
-        closed = self.end.done() or self.shortage or self.progress.absent or self.failures.outage
+        closed = self.end.done() or self.shortage or self.progress.servers.absent or self.failures.outage
         return 0 if closed else self.ledger.state.room.for_sessions
 
     async def end_if_complete(self) -> None:

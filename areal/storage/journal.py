@@ -222,13 +222,14 @@ class Journal:
                 self._snapshot, self._events = snapshot, events + self._events
             self._states = states | self._states
             self._commit = pause = asyncio.get_running_loop().create_future()
-            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._try_again, pause)
+
+            def try_again() -> None:
+                self._start_commit()
+                pause.set_result(None)
+
+            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, try_again)
         else:
             self._failure = error
-
-    def _try_again(self, pause: asyncio.Future[None]) -> None:
-        self._start_commit()
-        pause.set_result(None)
 
 
 def _checksum(kind: str, body: str) -> int:

@@ -85,19 +85,13 @@ class Record:
     def settings(self) -> dict[str, Any]:
         """The values of its configuration, unchecked; empty if there is none. The quickstart's model, which is another
         one for each seed, has its name in place of its folder."""
-        settings = self._settings
         named = {"model": "quickstart"} if QUICKSTART_FOLDER.fullmatch(Path(self.model).name) else {}
-        return settings | named
+        return _settings_in(self.folder) | named
 
     @property
     def model(self) -> str:
         """The folder or the name of its model; empty if there is no configuration."""
-        return str(self._settings.get("model", ""))
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        file = self.folder / CONFIG
-        return copy.deepcopy(_values(file, file.stat().st_mtime_ns)) if file.is_file() else {}
+        return str(_settings_in(self.folder).get("model", ""))
 
     @property
     def config(self) -> Config:
@@ -327,6 +321,11 @@ def new_steps(folder: Path) -> Callable[[], list[dict[str, Any]]]:
 
 def number_or_nan(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    return copy.deepcopy(_values(file, file.stat().st_mtime_ns)) if file.is_file() else {}
 
 
 @lru_cache(maxsize=64)
