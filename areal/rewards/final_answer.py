@@ -67,6 +67,8 @@ _BETWEEN_NUMBERS = re.compile(r"\s*,?\s*(?:and|or)\s*(?:[a-z](?:\(\w\)?)?\s*)?",
 # In texts that were escaped once too often.
 _DOUBLED = re.compile(r"(?<!\\)\\(?=\\(?:boxed|text|frac|sqrt|left|right|[gl]eq?)\b)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
+# Before an empty box that is a word for boxes, and no answer.
+_MENTION = re.compile(r"(?:\b(?:in|into|inside|within|using|with|an?|the)|^)[\s$`]*\Z", re.IGNORECASE)
 # Also the formulas that boxes stand in, and the left side of an equation.
 _BETWEEN_BOXES = re.compile(r"(?:[^.!?\n]{0,40}\b(?:and|or)|[^\w.!?\n]{0,20})\s*(?:[\w_{}]{1,20}\s*=)?\s*")
 _AFTER_BOX = re.compile(rf"[\s$\\)\]]{{0,9}}{PERCENT}", FLAGS)
@@ -84,11 +86,11 @@ class Candidate(NamedTuple):
 def extract(text: str, prompt: str = "") -> str | None:
     """The final answer of a text, as LaTeX; None if it gives none."""
     text = _DOUBLED.sub("", ascii_digits(text))
-    boxes = [box for box in _boxes(text) if box[2].strip()]
+    boxes = [box for box in _boxes(text) if box[2].strip() or not _MENTION.search(text[: box[0]])]
     if boxes and (later := _HOPE.search(text, boxes[-1][1])):
         text, boxes = text[later.start() :], []
-    if boxes:
-        return _last_boxes(text, boxes)
+    if filled := [box for box in boxes if box[2].strip()]:
+        return _last_boxes(text, filled) if filled[-1] is boxes[-1] else None  # an empty box takes the answer back
     candidates = _joined(text, (part for part in _candidates(text) if not _is_denied(text, part.start, part.end)))
     starts = [candidate.start for candidate in candidates]
     for anchor in reversed(list(_ANCHOR.finditer(text))):

@@ -210,6 +210,7 @@ WRONG = r"""
 1\,000 ~ \boxed{0}
 12 ~ \boxed{1\,2}
 72 ~ \boxed{}
+42 ~ \boxed{42} no, \boxed{}
 72 ~ \boxed{
 72 ~ ####
 72 ~
