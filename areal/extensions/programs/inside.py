@@ -314,7 +314,8 @@ def enter_root(folders, packages):
             os.symlink(os.readlink(f"/old/{name}"), f"/{name}")
         else:
             bind(f"/{name}")
-    for path in ("/etc/alternatives", "/etc/ld.so.cache", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"):
+    devices = "null", "zero", "full", "random", "urandom"
+    for path in ("/etc/alternatives", "/etc/ld.so.cache", *map("/dev/{}".format, devices)):
         bind(path)
     for folder in folders:
         bind(folder)
