@@ -124,8 +124,11 @@ class UserSession:
         return [mark for _, _, mark in self._rewards if mark]
 
     def give_reward(self, value: float, answer: str, mark: str) -> None:
-        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
-        if mark and mark in self.marks:
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError, also if another one came
+        with this mark."""
+        if mark and (earlier := next((reward for reward in self._rewards if reward[2] == mark), None)):
+            if earlier[:2] != (answer, value):
+                raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)
             return
         if len(self._rewards) >= MAX_REWARDS:
             raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")

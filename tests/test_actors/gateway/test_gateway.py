@@ -759,6 +759,8 @@ async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_
         assert await user.reward(0.5, call=answer, id="a") == (200, call)
         assert await user.reward(-1, call=answer, id="b") == (200, call)
         assert await user.reward(0.5, call=answer, id="a") == (200, call), "b is not undone"
+        status, body = await user.reward(0.25, call=answer, id="a")
+        assert (status, body["error"]["code"]) == (409, "id_in_use"), "one id has one value"
         await user.say("hi", "hello", "how?")
     async with city.gateway(1) as user:
         assert await user.reward(0.5, call=answer, id="a") == (200, call)
