@@ -27,10 +27,10 @@ from actors.sampling.serving import Serving
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import SCORER
+from areal.data.rows import chat_of
 from areal.generation.generation_engine import EngineStats, GenerationEngine
 from areal.rewards.functions import judge_by
 from areal.rewards.result import Result, RewardError, as_score
-from areal.rewards.reward_model import chat_of
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import TokenScores
@@ -150,7 +150,7 @@ class Scorer(Serving):
         return Result(score, {"tokens": len(tokens)})
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
-        """As areal.rewards.judge.Answer. Raises as the engine does."""
+        """As areal.extensions.judges.judge.Answer. Raises as the engine does."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
         parts = [part async for part in self._engine.generate(f"{next(self._requests)}", prompt, sampling)]
         tokens = [token for part in parts for token in part.tokens.tolist()]

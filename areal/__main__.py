@@ -21,7 +21,7 @@ ROOMS = (
     "actors.watching",
     "areal.data",
     "areal.training",
-    "areal.rewards",
+    "areal.extensions.scoring",
     "actors.runtime",
     "actors.start",
 )

@@ -37,9 +37,9 @@ def report(tree: Path) -> str:
 # By contract: lines that break it, by the module in which they are, and how they are reported if not so.
 BREAKS: dict[str, tuple[dict[str, str], str]] = {
     "Protocols import neither": ({"protocols.bus_errors": "areal.config"}, ""),
-    "The library imports no actors": ({"areal.rewards.pool": "actors.reward"}, ""),
+    "The library imports no actors": ({"areal.rewards.result": "actors.reward"}, ""),
     "Rooms of the library": (
-        {"areal.rewards.score": "areal.workflows.session", "areal.storage.journal": "areal.extensions.desk.report"},
+        {"areal.rewards.pool": "areal.workflows.session", "areal.storage.journal": "areal.extensions.desk.report"},
         "- areal.attic",  # a room without a place on the map
     ),
     "Rooms of the actors": (
@@ -47,6 +47,10 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
         "",
     ),
     "A run never imports the desk": ({"actors.watching.monitor": "areal.extensions.desk.report"}, ""),
+    "The roles and what they share": (
+        {"actors.sampling.services": "areal.extensions.programs.slots", "actors.evaluator": "actors.gateway.gateway"},
+        "",
+    ),
     "The desk opens a run by": ({"areal.extensions.desk.trace": "areal.storage.run_folder"}, ""),
     "No circles": ({"areal.workflows.conversation": "areal.workflows.builtin"}, "- .conversation -> .builtin"),
     "vLLM is known": ({"actors.evaluator": "vllm"}, ""),

@@ -12,13 +12,14 @@ from typing import Any
 from actors.api import objective
 from actors.api import python_rows as rows
 from actors.api.function_pool import FunctionPool
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config, overridden, validated
 from areal.config.reading import CONFIGS, merged, read_values, write_yaml
 from areal.config.role_sections import EXTERNAL
 from areal.data.sources import open_source
 from areal.rewards.first_call import check_calls
-from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
+from areal.rewards.functions import RewardFunction, of_object
 from areal.storage.claim import check_room, claim
 from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow
@@ -121,7 +122,7 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
     functions = {}
     for each, weight in pairs:
         name = name_of(each)
-        while not isinstance(each, str) and (name in weights or name in BUILT_IN):
+        while not isinstance(each, str) and (name in weights or extensions.entry("reward", name)):
             name += "_"
         if not isinstance(weight, Real):
             raise UserError(f"The weight of reward {name!r} is {weight!r:.60}: write {{reward: number}}.")

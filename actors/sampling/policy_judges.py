@@ -43,7 +43,7 @@ class PolicyJudges:
         return judge.results(await judge.call(prompt, completions, row), completions)
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
-        """As areal.rewards.judge.Answer. Raises SampleFailed."""
+        """As areal.extensions.judges.judge.Answer. Raises SampleFailed."""
         talk = Conversation(self._tokenizer)
         prompt = np.asarray(talk.prompt([user(text)]), np.int32)
         sample = SampleState(sampling, min_version=0, home=None, slot=None, on_start=lambda version: None)

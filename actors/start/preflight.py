@@ -22,8 +22,6 @@ from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import host_memory, threads_of_scorers, visible_devices
-from areal.extensions.programs.outside import open_sandbox
-from areal.extensions.programs.slots import NO_NAMESPACES
 from areal.models import (
     architectures_of,
     check_adapters,
@@ -149,12 +147,10 @@ def check_code(config: Config) -> None:
         )
     if not config.rollout_manager.external:
         resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-        rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    bubble = config.rollout_manager.workflow_options.get("environment") == "bubble"
-    if bubble and (config.sandbox.url or config.sandbox.mode != "namespaces"):
-        raise UserError(NO_NAMESPACES)
-    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool" or bubble:
-        open_sandbox(config.sandbox).close()
+        rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options, config.sandbox)
+    for name in config.own_rewards:
+        if rehearse_reward := rewards.hook(name, "rehearse"):
+            rehearse_reward(config)
     if ":" in config.trainer.objective:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
 

@@ -1,13 +1,12 @@
 """Checks of rows before a run: their prompts, answers and tests. Each mistake raises a UserError of one sentence."""
 
-import asyncio
 import contextlib
 import math
 import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,29 +15,20 @@ from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark
-from areal.extensions.programs.code_rows import read_tests, unnamed
-from areal.extensions.programs.code_tests import CodeTests
-from areal.rewards import math_answers
 from areal.rewards.first_call import check_own_rewards
-from areal.rewards.result import RewardError
+from areal.rewards.functions import hook
 from areal.samples.tokenizer import missing_character
 from areal.samples.vision import check_pictures
 from areal.workflows.conversation import begin
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
 ANSWERS_SECONDS = 10.0
-# How long programs that compute nothing are run on rows' tests: a row takes 0.1 to 0.5 s.
-TESTS_SECONDS = 10.0
 # How long prompts are made into tokens, of PROMPTS rows at most.
 PROMPTS_SECONDS, PROMPTS = 3.0, 512
-# Rows whose answers are read in one child process.
-ROWS_AT_ONCE = 128
-# Tests of a row may be large.
-CODE_ROWS_AT_ONCE = 16
+# Rows whose answers are read in one child process. Other rows may be large, as rows with tests are.
+ANSWERS_AT_ONCE, ROWS_AT_ONCE = 128, 16
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
-# Built-in workflows in which the policy reads the prompt and no more of the row.
-SHOW_PROMPT_ALONE = ("single_turn", "multi_turn", "python_tool")
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
@@ -48,10 +38,9 @@ def check_rows(config: Config, source: PromptSource) -> None:
         if row.pictures:
             check_pictures(config)
         check_own_rewards(config, row)
-    if "code" in config.rewards and not config.rollout_manager.gives_rewards:
-        check_tests(config, source)
-        if config.rollout_manager.workflow in SHOW_PROMPT_ALONE:
-            check_prompts_name_calls(config, source)
+    for name in () if config.rollout_manager.gives_rewards else config.rewards:
+        if examine := hook(name, "examine"):
+            examine(config, partial(_rows, config, source))
 
 
 def check_prompts(
@@ -136,79 +125,8 @@ def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list
     return lengths, flaws
 
 
-def check_tests(config: Config, source: PromptSource) -> None:
-    """Check whether tests of the reward `code` can be run and are worth something: of the held-out rows, then of the
-    others in random order, for TESTS_SECONDS.
-
-    Raises UserError if `data.weak_tests` is `refuse` and programs that compute nothing pass some, and prints a note if
-    there are any such rows, or if programs cannot be run on this machine.
-    """
-    try:
-        reward = CodeTests(**config.served_rewards.options["code"])
-    except UserError as error:
-        print(f"Note: the tests of rows are not checked here: {error}", file=sys.stderr)
-        return
-    with contextlib.closing(reward):
-        checked, inside, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
-    if inside:
-        print(
-            f"Note: the tests of {inside} of the {checked} rows of {config.data.named} that were checked run beside "
-            f"the program, which can forge their verdict (docs/sandbox.md).",
-            file=sys.stderr,
-        )
-    if flaws:
-        message = (
-            f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
-        )
-        if len(flaws) == checked:
-            raise UserError(f"{message}, as {flaws[0]}: give rows with tests (docs/sandbox.md), or another reward.")
-        if config.data.weak_tests == "refuse":
-            raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
-        print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
-
-
-def check_prompts_name_calls(config: Config, source: PromptSource) -> None:
-    """Check whether prompts name what the tests of the reward `code` call, without which hardly a program passes them.
-    Raises UserError if none of them does; prints a note if some do not."""
-    checked, flaws = 0, []
-    for row in islice(_rows(config, source), FEW_ROWS):
-        if "code" not in (row.reward or config.reward.functions):
-            continue
-        with contextlib.suppress(RewardError):  # what cannot be read is told by the others
-            name = unnamed(row.fields, prompt_text(row.prompt))
-            checked += 1
-            flaws += [_flawed(row, f"its tests use {name}")] if name else []
-    if flaws:
-        sentence = (
-            f"{len(flaws)} of the {checked} prompts of {config.data.named} that were checked do not name what their "
-            f"tests call, such as that of {flaws[0]}"
-        )
-        if len(flaws) == checked:
-            raise UserError(f"{sentence}: let data.prompt_template show the tests or the starter code.")
-        print(f"Note: {sentence}; hardly a program passes them.", file=sys.stderr)
-
-
-async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, int, list[str]]:
-    """How many rows were checked, how many of them are judged inside, and what is wrong with which."""
-    checked, inside, flaws = 0, 0, []
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(TESTS_SECONDS):
-            for row in rows:
-                if "code" not in (row.reward or config.reward.functions):
-                    continue
-                try:
-                    inside += await reward.way(row.fields) == "inside"
-                    flaw = (weakness := await reward.weakness(row.fields)) and f"its tests are passed if {weakness}"
-                except RewardError as error:
-                    flaw = str(error)
-                checked += 1
-                if flaw:
-                    flaws.append(_flawed(row, flaw))
-    return checked, inside, flaws
-
-
 def check_answers(config: Config, source: PromptSource) -> None:
-    """Check whether the built-in rewards can read the answers of the rows that they are to score: of the held-out rows,
+    """Check whether rewards can read the answers of the rows that they are to score: of the held-out rows,
     then of the others in random order, unless the workflow gives the rewards, and of each benchmark, each for
     ANSWERS_SECONDS.
 
@@ -224,19 +142,22 @@ def check_answers(config: Config, source: PromptSource) -> None:
 
 def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -> None:
     until, scored, flaws = time.monotonic() + ANSWERS_SECONDS, Counter[str](), defaultdict[str, list[str]](list)
-    at_once = CODE_ROWS_AT_ONCE if "code" in config.rewards else ROWS_AT_ONCE
+    at_once = ANSWERS_AT_ONCE if {*config.rewards} == {"math"} else ROWS_AT_ONCE
     while (batch := list(islice(rows, at_once))) and time.monotonic() < until:
-        for name, flaws_of in _FLAWS.items():
-            of_reward = [row for row in batch if name in (row.reward or config.reward.functions)]
-            scored[name] += len(of_reward)
-            flaws[name] += flaws_of(of_reward)
+        by_reward = defaultdict(list)
+        for row in batch:
+            for name in row.reward or config.reward.functions:
+                by_reward[name].append(row)
+        for name, of_reward in by_reward.items():
+            if flaws_of := hook(name, "flaws"):
+                scored[name] += len(of_reward)
+                flaws[name] += flaws_of(of_reward)
     for name, bad in flaws.items():
         if not bad:
             continue
-        read = "tests" if name == "code" else "answers"
         sentence = (
-            f"the reward {name} cannot read the {read} of {len(bad)} of the {scored[name]} rows of {named} that were "
-            f"checked, such as {bad[0]}"
+            f"the reward {name} cannot score {len(bad)} of the {scored[name]} rows of {named} that were checked, such "
+            f"as {bad[0]}"
         )
         if len(bad) > config.max_failed_share * scored[name]:
             raise UserError(f"{sentence}: correct or remove these rows, or name another reward (docs/rewards.md).")
@@ -250,45 +171,3 @@ def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
     for index in random.Random(config.seed).sample(range(count), limit):
         with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
             yield source.row(index)
-
-
-def _flawed(row: Row, flaw: object) -> str:
-    return f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})"
-
-
-def _without(field: str, rows: list[Row]) -> list[str]:
-    return [_flawed(row, f"it has no {field!r}") for row in rows if row.fields.get(field) is None]
-
-
-def _without_tests(rows: list[Row]) -> list[str]:
-    flaws = []
-    for row in rows:
-        try:
-            read_tests(row.fields)
-        except RewardError as error:
-            flaws.append(_flawed(row, error))
-    return flaws
-
-
-def _flaws_of_answers(rows: list[Row]) -> list[str]:
-    """For each row with an answer that cannot be read: that answer, or what is wrong."""
-    flaws, answers = [], []
-    for row in rows:
-        try:
-            answers.append(math_answers.answers_of(row.fields))
-        except RewardError as error:
-            flaws.append(_flawed(row, error))
-    bad = math_answers.unreadable([answer for row_answers in answers for answer in row_answers])
-    for row_answers in answers:
-        flaws += [repr(answer[-80:]) for answer in row_answers if answer in bad][:1]
-    return flaws
-
-
-# By reward: what is wrong with which of these rows.
-_FLAWS: dict[str, Callable[[list[Row]], list[str]]] = {
-    "math": _flaws_of_answers,
-    "code": _without_tests,
-    "exact_match": partial(_without, "answer"),
-    "addition": partial(_without, "answer"),
-    "reasoning_gym": partial(_without, "entry"),
-}

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -230,3 +231,20 @@ def extended(prompt: Prompt, text: str) -> Prompt:
     last = prompt[-1]["content"]
     content = f"{last}\n{text}" if isinstance(last, str) else [*last, {"type": "text", "text": f"\n{text}"}]
     return [*prompt[:-1], prompt[-1] | {"content": content}]
+
+
+def without(field: str, rows: Sequence[Row]) -> list[str]:
+    """A sentence for each of the rows that has no such field."""
+    return [flawed(row, f"it has no {field!r}") for row in rows if row.fields.get(field) is None]
+
+
+def flawed(row: Row, flaw: object) -> str:
+    """Says what is wrong with a row."""
+    return f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})"
+
+
+def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The prompt and the completion as messages."""
+    stored = row.get("prompt")
+    messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
+    return [*messages, {"role": "assistant", "content": completion}]

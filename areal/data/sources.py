@@ -26,13 +26,12 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition, pictured
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
 from areal.data.rows import Prompt, Row, prompt_or_none, read_prompt
-from areal.extensions.environments import reasoning_tasks, verifiers_tasks
-from areal.extensions.sandboxes import harbor_tasks
 from areal.samples.pictures import DIGESTS, digest_of
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
@@ -56,7 +55,7 @@ class Table:
         return len(self.rows)
 
     def row(self, position: int) -> Row:
-        return _make_row(self.rows[position], self.config, self.place(position), not isinstance(self.rows, list))
+        return make_row(self.rows[position], self.config, self.place(position), not isinstance(self.rows, list))
 
     def prompts(self) -> Iterable[Any]:
         """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
@@ -339,29 +338,30 @@ def _key(prompt: Any) -> str:
 
 
 def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Draw:
-    if name == "addition":
-        return _open_addition(config, options, seed, what)
-    if name.startswith("reasoning_gym:"):
-        return _open_reasoning_gym(config, name.removeprefix("reasoning_gym:"), options, seed, what)
-    if name.startswith("verifiers:"):
-        return _table(config, verifiers_tasks.rows(name.removeprefix("verifiers:"), options), what)
-    if name.startswith("harbor:"):
-        folder = Path(name.removeprefix("harbor:")).expanduser()
-        config = config.model_copy(update={"prompt_key": "prompt", "answer_key": None})
-        return _table(config, harbor_tasks.rows(folder, what), what)
+    prefix, colon, rest = name.partition(":")
+    if entry := extensions.entry("source", prefix + colon):
+        return _opened(entry.load("data.source"), config, rest, options, seed, what)
     if not name.startswith("hf:") and (kind := kind_of(name)):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
         if config.split != "train" and name == config.source:
             raise UserError(f"{what} is a file, which has no data.split: remove it, or name a file with those rows")
         path = Path(name).expanduser()
-        return _table(config, open_parquet(path, what), what) if kind == ".parquet" else _open_file(config, path, what)
+        return table(config, open_parquet(path, what), what) if kind == ".parquet" else _open_file(config, path, what)
     if name.startswith("hf:") or _folder(name)[0].is_dir():
         return _open_hugging_face(config, name, options, what)
     raise UserError(
-        f"{what} is none of addition, a path ending in {', '.join(KINDS)}, reasoning_gym:NAME, verifiers:NAME, "
-        f"harbor:FOLDER, hf:NAME, or the path of a folder that exists: correct it"
+        f"{what} is none of {', '.join(extensions.names('source'))}, a path ending in {', '.join(KINDS)}, hf:NAME, or "
+        f"the path of a folder that exists: correct it"
     )
+
+
+def _opened(
+    opener: Callable[..., Any], config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str
+) -> Table | Draw:
+    """What an entry of the kind `source` opens: a table, a `Draw`, or rows, a list or a Hugging Face data set."""
+    opened = opener(config, name, options, seed, what)
+    return opened if isinstance(opened, Table) or callable(opened) else table(config, opened, what)
 
 
 def _folder(name: str) -> tuple[Path, str | None]:
@@ -374,7 +374,7 @@ def _dataset(name: str) -> str:
     return ":".join(name.split(":")[:2])
 
 
-def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool = False) -> Row:
+def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool = False) -> Row:
     """Return the Row of `raw`, which is at `where` in the source. of_table: as of `read_prompt`. Raises UserError if it
     is not usable."""
     prompt_key, answer_key = config.prompt_key, config.answer_key
@@ -472,12 +472,12 @@ def _rewards(value: Any, where: str) -> dict[str, float] | None:
         return reward_weights(value)
 
 
-def _derived_seed(*parts: object) -> int:
+def derived_seed(*parts: object) -> int:
     """Return a seed that depends on all parts. It is below 2**32, the limit of reasoning_gym."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
 
 
-def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> Draw:
+def open_addition(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
     option_names = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
     unknown = [name for name in options if name not in option_names]
     if unknown:
@@ -485,30 +485,13 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
     config = config.model_copy(update={"prompt_key": "prompt", "answer_key": "answer"})
 
     def draw(side: str, number: int, attempt: int) -> Row:
-        raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
-        return _make_row(raw, config, f"{what}, row {number},")
+        raw = addition.make_row(derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
+        return make_row(raw, config, f"{what}, row {number},")
 
-    return _with_first_row(draw, (TypeError, ValueError), what)
-
-
-def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
-    reasoning_tasks.check(task, options, what)
-    chunk = config.size or reasoning_tasks.CHUNK
-    config = config.model_copy(update={"prompt_key": "question", "answer_key": "answer"})
-
-    @functools.lru_cache(maxsize=8)
-    def dataset(side: str, number: int, attempt: int) -> Any:
-        return reasoning_tasks.make(task, options, chunk, _derived_seed(seed, side, number, attempt))
-
-    def draw(side: str, number: int, attempt: int) -> Row:
-        entry = dataset(side, number // chunk, attempt)[number % chunk]
-        raw = reasoning_tasks.row(task, options, entry)
-        return _make_row(raw, config, f"{what}, row {number},")
-
-    return _with_first_row(draw, (AssertionError, LookupError, TypeError, ValueError), what)
+    return with_first_row(draw, (TypeError, ValueError), what)
 
 
-def _with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
+def with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
     """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
     with explain(mistakes, f"{what}: {{why}}: correct data.options or data.size"):
         draw("train", 0, 0)
@@ -534,11 +517,11 @@ def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
         entry = next(itertools.islice(read_file(path, what), number, None), None)
         if entry is None:
             raise UserError(f"{what} has no row {number}, counted from 0: name another one")
-        return _make_row(entry[1], config, f"{path}, {unit_of(path)} {entry[0]},")
-    return _make_row(read_object(read_text(path, what), str(path), "correct it"), config, str(path))
+        return make_row(entry[1], config, f"{path}, {unit_of(path)} {entry[0]},")
+    return make_row(read_object(read_text(path, what), str(path), "correct it"), config, str(path))
 
 
-def _table(config: SourceConfig, dataset: Any, what: str) -> Table:
+def table(config: SourceConfig, dataset: Any, what: str) -> Table:
     """A Hugging Face data set. Its columns and first row are checked at once, other rows when they are looked up."""
     if not len(dataset):
         raise UserError(f"{what}: the data set has no rows: name another one")
@@ -570,4 +553,4 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
         if split not in dataset:
             raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")
         dataset = dataset[split]
-    return _table(config, with_files(dataset), what)
+    return table(config, with_files(dataset), what)

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row, prompt_text
-from areal.rewards.functions import BUILT_IN
 from areal.rewards.pool import RewardPool
 from areal.rewards.worker_processes import RewardFailed
 
@@ -22,7 +22,8 @@ OF_CODE = ("KeyError", "TypeError", "AttributeError", "NameError", "IndexError",
 
 def check_own_rewards(config: Config, row: Row) -> None:
     """Have the rewards of the user's own that the run starts score a row. Raises UserError."""
-    names = [name for name in config.own_rewards if name in config.reward.functions and name not in BUILT_IN]
+    built_in = {name for kind, name in extensions.own_entries() if kind == "reward"}
+    names = [name for name in config.own_rewards if name in config.reward.functions and name not in built_in]
     if names and not config.rollout_manager.gives_rewards:
         reward = config.served_rewards.model_copy(update={"workers": 1, "timeout_seconds": SECONDS})
         check_calls(RewardPool(names, reward), {name: name in reward.groups for name in names}, row)

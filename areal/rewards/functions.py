@@ -22,8 +22,14 @@ A reward of groups scores all completions of a prompt at once, and returns a res
 
 It is a function with these parameters, or a class with a method `group_score`.
 
-The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
-an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
+The name of a reward is that of an entry of the table of extensions (areal.base.extensions), `package.module:object` or
+`path/to/file.py:object`. `judge/strict` is `judge` with options of its own.
+
+A reward may have hooks, functions that are its attributes (static methods of a class). `warm()` does once in each
+worker what would otherwise add seconds to the first call. A reward of the table has more, which are called before a
+run: `rehearse(config)` raises UserError if the reward cannot work on this machine; `flaws(rows)` returns a sentence for
+each of these rows that the reward cannot score; `examine(config, rows)` looks at what `rows()` yields, and raises
+UserError or prints a note.
 """
 
 import inspect
@@ -31,23 +37,17 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from areal.base import plugins
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
-from areal.data import addition
-from areal.extensions.environments import reasoning_tasks
-from areal.extensions.programs.code_tests import CodeTests
-from areal.rewards import math_answers, verl_rewards
-from areal.rewards.judge import GroupJudge, Judge
+from areal.data.rows import without
+from areal.rewards import verl_rewards
 from areal.rewards.result import Result, RewardError, as_result, as_results
-from areal.rewards.reward_model import RewardModel
 
 C = TypeVar("C", bound=ScoringConfig)
-GROUP = "areal.rewards"
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -93,8 +93,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     Slow imports of the reward are done here, so that its first call is not slower than the others.
     """
     target = check(name, options)
-    if name in WARMING:
-        WARMING[name]()
+    if warm := _hook(target, "warm"):
+        warm()
     return of_object(name, _make(name, target, options) if inspect.isclass(target) else target)
 
 
@@ -123,9 +123,10 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, whose model is in a run. answer: as areal.rewards.judge.Answer. Raises UserError."""
+    """The judge called `name`, whose model is in a run. answer: returns its model's answer to a text, how many
+    tokens both have, and whether it was cut. Raises UserError."""
     kind: Any = find(name)
-    judge: Judge = _make(name, kind, options)
+    judge: Any = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)
     return of_object(name, judge)
 
@@ -162,7 +163,7 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
             f"or give them to its actor as key=value",
         ):
             inspect.signature(target).bind(**options)
-        if issubclass(target, Judge):  # which needs nothing but its options
+        if getattr(target, "checks_options", False):
             _make(name, target, options)
     return target
 
@@ -213,6 +214,18 @@ def _check_call(name: str, target: Any) -> None:
         raise UserError(f"reward {name!r}: {called}, in this order: write its parameters so")
 
 
+def hook(name: str, kind: str) -> Callable[..., Any] | None:
+    """A hook of a reward of the table, None if there is none."""
+    entry = extensions.entry("reward", name.partition("/")[0])
+    return _hook(entry.load(), kind) if entry else None
+
+
+def _hook(target: Any, kind: str) -> Callable[..., Any] | None:
+    named = inspect.getattr_static(target, kind, None)
+    is_hook = callable(named) if inspect.isroutine(target) else isinstance(named, staticmethod)
+    return getattr(target, kind) if is_hook else None
+
+
 def _method_name(target: Any) -> str:
     """The name of the method of a class or an object that is called."""
     return "group_score" if hasattr(target, "group_score") else "score"
@@ -228,21 +241,11 @@ def _takes_groups(parameters: Mapping[str, Any]) -> bool:
 
 
 def _find(name: str) -> Any:
-    if ":" in name:
-        return plugins.load(name, "reward")
-    if built_in := BUILT_IN.get(name.partition("/")[0]):
-        return built_in
-    installed = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in installed:
-        raise UserError(
-            f"there is no reward {name!r}: name one of {', '.join([*BUILT_IN, *installed])}, or your own as "
-            f"package.module:object or path/to/file.py:object"
-        )
-    return plugins.load(installed[name].value, f"reward {name!r}, by its entry point,")
+    return extensions.find("reward", name if ":" in name else name.partition("/")[0])
 
 
 def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
-    if issubclass(kind, Judge):
+    if getattr(kind, "checks_options", False):
         with explain(UserError, f"reward {name!r}: {{why}}"):
             return kind(**options)
     # The user's own code may raise anything.
@@ -270,24 +273,4 @@ def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return float(any(str(answer).strip() in texts for answer in answers))
 
 
-def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """The task's own score of the text in the last <answer> tags, or of the whole completion if it has none."""
-    if "entry" not in row:
-        raise RewardError("the row has no entry of reasoning_gym: use this reward with data.source reasoning_gym:NAME")
-    _, opened, tail = completion.rpartition("<answer>")
-    answer, closed, _ = tail.partition("</answer>")
-    return reasoning_tasks.score((answer if opened and closed else completion).strip(), row)
-
-
-BUILT_IN: dict[str, Callable[..., Any]] = {
-    "math": math_answers.score,
-    "code": CodeTests,
-    "exact_match": exact_match,
-    "addition": addition.reward,
-    "reasoning_gym": reasoning_gym,
-    "judge": Judge,
-    "group_judge": GroupJudge,
-    "reward_model": RewardModel,
-}
-WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
-"""By reward: a function that does the work that would otherwise add seconds to the first call."""
+vars(exact_match)["flaws"] = partial(without, "answer")

@@ -1,7 +1,7 @@
 """The `math` reward: 1.0 if the final answer of a completion equals an answer of its row, else 0.0.
 
 `areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two. Whatever it is asked
-about a completion, it is asked in a child process with limits (`programs/limits.py`), so no completion can hang or
+about a completion, it is asked in a child process with limits (`areal/base/limits.py`), so no completion can hang or
 end this process. Plain numbers are compared without math-verify.
 """
 
@@ -13,7 +13,8 @@ from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from areal.extensions.programs.limits import all_limited, limited
+from areal.base.limits import all_limited, limited
+from areal.data.rows import Row, flawed
 from areal.rewards import answer_forms, final_answer
 from areal.rewards.answer_forms import rounded, tidy
 from areal.rewards.final_answer import MARK
@@ -218,3 +219,20 @@ def _read(text: str) -> list[Any]:
         text,
     )
     return _read(alternatives)
+
+
+def _flaws(rows: Sequence[Row]) -> list[str]:
+    """For each row with an answer that cannot be read: that answer, or what is wrong."""
+    flaws, answers = [], []
+    for row in rows:
+        try:
+            answers.append(answers_of(row.fields))
+        except RewardError as error:
+            flaws.append(flawed(row, error))
+    bad = unreadable([answer for row_answers in answers for answer in row_answers])
+    for row_answers in answers:
+        flaws += [repr(answer[-80:]) for answer in row_answers if answer in bad][:1]
+    return flaws
+
+
+vars(score).update(warm=warm, flaws=_flaws)

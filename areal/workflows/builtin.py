@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row, prompt_text
 from areal.samples.trajectory import Trajectory
 from areal.workflows.chat_templates import Message, parts_of
@@ -30,10 +31,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 FEEDBACK = "That is not correct. Try again."
 
 
-def with_hooks(**hooks: Callable[[Mapping[str, Any]], Any]) -> Callable[[W], W]:
-    """Give a workflow functions of its options. `check` and `rehearse` raise UserError: `check` for options that do not
-    fit, `rehearse` if what the samples will do fails, once and before the run. `texts` returns the texts that the
-    workflow itself gives to the policy, for any row."""
+def with_hooks(**hooks: Callable[..., Any]) -> Callable[[W], W]:
+    """Give a workflow hooks. `check(options)` raises UserError for options that do not fit. `rehearse(options,
+    sandbox)` raises UserError before the run if what the samples will do fails. `texts(options)` returns the texts that
+    the workflow itself gives to the policy, for any row."""
 
     def hooked(workflow: W) -> W:
         vars(workflow).update(hooks)
@@ -108,14 +109,14 @@ def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
     return texts(options) if texts else []
 
 
-def rehearse(name: str, options: Mapping[str, Any]) -> None:
+def rehearse(name: str, options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
     """Try once what the samples of a workflow of the table will do, which may take a while: make an environment, start
     MCP servers. Raises UserError."""
     if rehearsal := _hook(name, "rehearse"):
-        rehearsal(options)
+        rehearsal(options, sandbox)
 
 
-def _hook(name: str, kind: str) -> Callable[[Mapping[str, Any]], Any] | None:
+def _hook(name: str, kind: str) -> Callable[..., Any] | None:
     entry = None if ":" in name else extensions.entry("workflow", name)
     return getattr(entry.load(), kind, None) if entry else None
 

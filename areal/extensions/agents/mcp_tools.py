@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import plain_environment, tied
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.agents.agents import Seconds
 from areal.extensions.agents.tool_calls import use_tools
@@ -109,7 +110,7 @@ def check(servers: Mapping[str, Server]) -> None:
             raise UserError(f"There is no program {server.command!r} to start: correct {where}.{name}.command.")
 
 
-def rehearse(options: Mapping[str, Any]) -> None:
+def rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
     """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
     servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Turns, turns, with_hooks
@@ -85,11 +86,11 @@ def check(options: Mapping[str, Any]) -> None:
     resolve(options["environment"], options.get("environment_options") or {})
 
 
-def rehearse(options: Mapping[str, Any]) -> None:
-    """Try whether the environment of these workflow options can be made. Raises UserError."""
+def rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
+    """Try whether the environment of these options can be made, and have it rehearse. Raises UserError."""
     world = resolve(options["environment"], options.get("environment_options") or {})()
     if hasattr(world, "rehearse"):
-        world.rehearse()
+        world.rehearse(sandbox)
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from areal.base import plugins
 from areal.base.errors import UserError, explain
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row, extended, seed_of
 
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
@@ -41,7 +42,7 @@ class GymnasiumEnvironment:
         self._world: Any = None
         self._thread = ThreadPoolExecutor(1, f"gymnasium:{id}")
 
-    def rehearse(self) -> None:
+    def rehearse(self, sandbox: SandboxConfig) -> None:
         """Make the environment, once. Raises UserError if that fails, or if it is not clear how to act in it."""
         named = f"The environment 'gymnasium:{self._id}'"
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from areal.base import plugins
 from areal.base.errors import UserError, explain
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row, extended, seed_of
 
 MESSAGE_BYTES = 64 << 20
@@ -49,7 +50,7 @@ class OpenEnvEnvironment:
         self._timeout = timeout_seconds
         self._http: Any = None
 
-    def rehearse(self) -> None:
+    def rehearse(self, sandbox: SandboxConfig) -> None:
         """Ask the server what its actions are. Raises UserError if there is no server, or no such field."""
         try:
             with urllib.request.urlopen(f"{self._url}/schema", timeout=self._timeout) as answer:

@@ -14,11 +14,15 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from areal.base.errors import UserError
+from areal.config.data_section import SourceConfig
+from areal.data.rows import Row, without
+from areal.data.sources import Draw, derived_seed, make_row, with_first_row
+from areal.rewards.result import RewardError
 
 # The library makes data sets of a fixed size. This is its default, which every task supports.
 CHUNK = 500
@@ -90,6 +94,15 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
         return 0.0
 
 
+def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """The task's own score of the text in the last <answer> tags, or of the whole completion if it has none."""
+    if "entry" not in row:
+        raise RewardError("the row has no entry of reasoning_gym: use this reward with data.source reasoning_gym:NAME")
+    _, opened, tail = completion.rpartition("<answer>")
+    answer, closed, _ = tail.partition("</answer>")
+    return score((answer if opened and closed else completion).strip(), row)
+
+
 @functools.cache
 def load() -> dict[str, tuple[Any, Any]]:
     """Return the library's registry: the classes (data set, configuration) by task."""
@@ -124,3 +137,27 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a NumPy number
         return value.item()
     raise TypeError(f"an entry holds a value of type {type(value).__name__}")
+
+
+def _flaws(rows: Sequence[Row]) -> list[str]:
+    return without("entry", rows)
+
+
+vars(reasoning_gym).update(warm=load, flaws=_flaws)
+
+
+def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
+    """The source `reasoning_gym:NAME`: tasks without end."""
+    check(name, options, what)
+    chunk = config.size or CHUNK
+    config = config.model_copy(update={"prompt_key": "question", "answer_key": "answer"})
+
+    @functools.lru_cache(maxsize=8)
+    def dataset(side: str, number: int, attempt: int) -> Any:
+        return make(name, options, chunk, derived_seed(seed, side, number, attempt))
+
+    def draw(side: str, number: int, attempt: int) -> Row:
+        entry = dataset(side, number // chunk, attempt)[number % chunk]
+        return make_row(row(name, options, entry), config, f"{what}, row {number},")
+
+    return with_first_row(draw, (AssertionError, LookupError, TypeError, ValueError), what)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal.base.errors import UserError, explain
+from areal.config.data_section import SourceConfig
+from areal.data.sources import Table, table
 
 
 @functools.cache
@@ -40,3 +42,8 @@ def rows(name: str, options: Mapping[str, Any]) -> Any:
     return Dataset.from_list(
         [{"prompt": task.data.prompt_text, "task": i} | shared for i, task in enumerate(task_list)]
     )
+
+
+def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table:
+    """The source `verifiers:NAME`."""
+    return table(config, rows(name, options), what)

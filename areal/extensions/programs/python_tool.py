@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal.base.text import cut_text, python_call
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
+from areal.extensions.programs.outside import open_sandbox
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Turns, turns, with_hooks
 from areal.workflows.conversation import Keep, begin, keep_until, user
@@ -15,7 +17,11 @@ def _texts(options: Mapping[str, Any]) -> list[str]:
     return [_output_block("")]
 
 
-@with_hooks(texts=_texts)
+def _rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
+    open_sandbox(sandbox).close()
+
+
+@with_hooks(texts=_texts, rehearse=_rehearse)
 async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000) -> Trajectory:
     """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
     continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The

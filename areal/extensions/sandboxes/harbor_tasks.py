@@ -8,10 +8,13 @@ import hashlib
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from areal.base.errors import UserError, explain
+from areal.config.data_section import SourceConfig
+from areal.data.sources import Table, table
 
 # The last folder that a Dockerfile works in, and the image of one that does nothing else.
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.MULTILINE | re.IGNORECASE)
@@ -57,3 +60,9 @@ def _row(task: Path) -> dict[str, Any]:
         "reward_file": "/logs/verifier/reward.txt",
         "seconds": verifier.get("timeout_sec"),
     }
+
+
+def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table:
+    """The source `harbor:FOLDER`."""
+    config = config.model_copy(update={"prompt_key": "prompt", "answer_key": None})
+    return table(config, rows(Path(name).expanduser(), what), what)

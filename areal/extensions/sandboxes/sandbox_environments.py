@@ -17,9 +17,12 @@ from typing import Any
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row
 from areal.extensions.agents.tool_calls import use_tools
 from areal.extensions.environments import environments
+from areal.extensions.programs.outside import open_sandbox
+from areal.extensions.programs.slots import NO_NAMESPACES
 from areal.extensions.sandboxes.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
 from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
 from areal.extensions.sandboxes.sandbox_tools import SandboxTools
@@ -60,7 +63,7 @@ class SandboxEnvironment:
         """The owner of the sandboxes, set before the first call."""
         self._sandbox_stack = contextlib.AsyncExitStack()
 
-    def rehearse(self) -> None:
+    def rehearse(self, sandbox: SandboxConfig) -> None:
         """Look for the program and the image. Raises UserError."""
         image = self._defaults["image"]
         named = f"The environment '{self.provider}{f':{image}' if image else ''}'"
@@ -68,7 +71,11 @@ class SandboxEnvironment:
         if folder is not None and not (PurePosixPath(folder).is_absolute() and PurePosixPath(folder).name):
             raise UserError(f"{named}: folder is {folder}, but has to be the absolute path of a folder below /.")
         if self.provider not in CONTAINERS:
-            if self.provider != "bubble" and not is_url(self.provider):
+            if self.provider == "bubble":
+                if sandbox.url or sandbox.mode != "namespaces":
+                    raise UserError(NO_NAMESPACES)
+                open_sandbox(sandbox).close()
+            elif not is_url(self.provider):
                 extensions.find("provider", self.provider, PROVIDER)
             return
         if not shutil.which(self.provider):

@@ -56,7 +56,7 @@ def test_answers_that_cannot_be_read_are_refused_before_the_run(check, bad, eval
     named = repr(bad if isinstance(bad, str) else bad[-1]) if bad else "the row of the prompt 'What is 8?'"
     with pytest.raises(UserError) as error:
         check([*GOOD, bad], eval_size=eval_size)
-    assert "cannot read the answers of 1 of the 9 rows of data.source" in str(error.value)
+    assert "cannot score 1 of the 9 rows of data.source" in str(error.value)
     assert "correct or remove these rows" in str(error.value)
     assert f"that were checked, such as {named}" in str(error.value)
 
@@ -92,13 +92,13 @@ def test_a_sandbox_of_namespaces_is_tried_before_the_run(sandbox):
 
 def test_a_few_answers_that_cannot_be_read_are_told(check, capsys):
     check([*GOOD * 3, "x^2 +* 3"])
-    assert "cannot read the answers of 1 of the 25 rows" in capsys.readouterr().err
+    assert "cannot score 1 of the 25 rows" in capsys.readouterr().err
 
 
 def test_only_rows_that_math_scores_are_checked(check, capsys):
     check(["x^2 +* 3"], rewards="exact_match")
     check(["x^2 +* 3"], reward="exact_match")
-    with pytest.raises(UserError, match="cannot read the answers of 1 of the 1 rows"):
+    with pytest.raises(UserError, match="cannot score 1 of the 1 rows"):
         check(["x^2 +* 3"], rewards="exact_match", reward={"math": 1.0, "exact_match": 0.5})
     assert capsys.readouterr() == ("", "")
 

@@ -8,12 +8,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.config.data_section import DataConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
-from areal.data.sources import open_source, reasoning_tasks
-from areal.rewards.functions import BUILT_IN, check, check_groups, find, resolve, with_groups
+from areal.data.sources import open_source
+from areal.extensions.environments import reasoning_tasks
+from areal.rewards.functions import check, check_groups, find, resolve, with_groups
 from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 
@@ -147,7 +149,8 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(user_modul
     about = user_module / "nice_rewards-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: nice-rewards\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[areal.rewards]\nbrief = own_reward_module:short\n")
+    (about / "entry_points.txt").write_text("[areal.extensions]\nreward.brief = own_reward_module:short\n")
+    monkeypatch.setattr(extensions, "installed_entries", extensions.installed_entries.__wrapped__)
     assert resolve("brief").function("", "abc", {}) == 0.25
     with pytest.raises(UserError, match="name one of math, .*, brief, or your own"):
         resolve("breif")
@@ -194,7 +197,7 @@ def test_a_start_knows_which_of_its_rewards_score_groups(user_module):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("maths", {}, "there is no reward 'maths': name one of math, code, exact_match, addition"),
+        ("maths", {}, "there is no reward 'maths': name one of math, exact_match, addition, .*code"),
         ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
         ("own_reward_module:value", {}, "is of type int: name a function, or a class"),
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
@@ -234,7 +237,7 @@ def test_a_class_that_cannot_be_made_says_why(user_module):
 
 
 def test_all_that_is_built_in_can_be_called():
-    assert all(callable(find(name)) for name in BUILT_IN)
+    assert all(callable(find(name)) for name in extensions.names("reward"))
 
 
 def test_a_result_is_a_score_and_those_of_its_parts():

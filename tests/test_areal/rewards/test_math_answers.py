@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from areal.extensions.programs import limits
+from areal.base import limits
 from areal.rewards import final_answer, math_answers
 from areal.rewards.functions import resolve
 from areal.rewards.result import RewardError

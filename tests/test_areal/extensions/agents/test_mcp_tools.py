@@ -16,6 +16,7 @@ from fakes.scripted_policy import Session, byte_tokenizer
 from support.process_tree import processes_mentioning
 
 from areal.base.errors import UserError
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.agents import mcp_tools
 from areal.extensions.agents.mcp_tools import ServerFailed
@@ -192,5 +193,5 @@ def test_a_mistake_in_the_servers_is_told(servers, sentence):
 )
 def test_a_server_that_does_not_start_is_told_before_the_run(servers, sentence):
     with pytest.raises(UserError) as error:
-        rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in sentence else 60.0})
+        rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in sentence else 60.0}, SandboxConfig())
     assert sentence in str(error.value) and "\n" not in str(error.value)

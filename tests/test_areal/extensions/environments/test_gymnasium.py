@@ -11,6 +11,7 @@ import pytest
 from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.workflows.builtin import rehearse, resolve_workflow
 
@@ -35,7 +36,7 @@ async def play(world: str, session: Session, given: Row | None = None, max_turns
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is not None, reason="gymnasium is installed")
 def test_without_the_library_the_user_is_told_how_to_install_it():
     with pytest.raises(UserError, match="pip install 'gymnasium"):
-        rehearse("environment", {"environment": "gymnasium:FrozenLake-v1"})
+        rehearse("environment", {"environment": "gymnasium:FrozenLake-v1"}, SandboxConfig())
 
 
 @pytest.fixture
@@ -181,5 +182,5 @@ async def test_environments_that_are_slow_hold_no_other_episode_up(slow, shout):
 )
 def test_a_mistake_in_the_options_is_told_before_anything_runs(world, options, sentence):
     with pytest.raises(UserError) as error:
-        rehearse("environment", {"environment": f"gymnasium:{world}", "environment_options": options})
+        rehearse("environment", {"environment": f"gymnasium:{world}", "environment_options": options}, SandboxConfig())
     assert sentence in str(error.value)

@@ -10,6 +10,7 @@ import pytest
 from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.workflows.builtin import rehearse, resolve_workflow
 
@@ -128,11 +129,15 @@ async def test_a_step_that_does_not_end_fails_its_sample(url):
 )
 def test_a_mistake_in_the_options_is_told_before_anything_runs(url, options, sentence):
     with pytest.raises(UserError) as error:
-        rehearse("environment", {"environment": f"openenv:{url}", "environment_options": options})
+        rehearse("environment", {"environment": f"openenv:{url}", "environment_options": options}, SandboxConfig())
     assert sentence in str(error.value)
 
 
 def test_without_a_server_the_user_is_told(free_port):
     url = f"http://127.0.0.1:{free_port}"
     with pytest.raises(UserError, match=f"No OpenEnv server answers at {url}"):
-        rehearse("environment", {"environment": f"openenv:{url}", "environment_options": {"action": "number"}})
+        rehearse(
+            "environment",
+            {"environment": f"openenv:{url}", "environment_options": {"action": "number"}},
+            SandboxConfig(),
+        )

@@ -13,6 +13,7 @@ from fakes.imitated_docker import make_docker, make_image
 from fakes.scripted_policy import Session
 
 from areal.base.errors import UserError
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.programs.outside import SandboxError
 from areal.extensions.sandboxes import sandboxes as sandboxes_module
@@ -117,7 +118,11 @@ async def test_an_image_without_a_shell_or_no_image_at_all_fails_the_sample():
 def test_a_program_or_an_image_that_is_not_there_is_told_before_anything_runs(program):
     world = f"{program}:no/such:image"
     with pytest.raises(UserError, match=f"The environment '{world}' (needs {program}|cannot be started)"):
-        rehearse("environment", {"environment": world, "environment_options": {"command": "true", "folder": None}})
+        rehearse(
+            "environment",
+            {"environment": world, "environment_options": {"command": "true", "folder": None}},
+            SandboxConfig(),
+        )
 
 
 @pytest.fixture
@@ -169,4 +174,4 @@ async def test_a_folder_that_is_too_large_is_not_judged(docker, monkeypatch):
 def test_a_folder_that_cannot_be_copied_is_told_before_anything_runs(docker, folder):
     options = {"command": "true", "folder": folder}
     with pytest.raises(UserError, match=f"folder is {folder}, but has to be the absolute path of a folder below /"):
-        rehearse("environment", {"environment": "docker:image", "environment_options": options})
+        rehearse("environment", {"environment": "docker:image", "environment_options": options}, SandboxConfig())

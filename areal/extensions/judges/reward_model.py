@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal.base.errors import explain
-from areal.rewards.judge import client_of
+from areal.data.rows import chat_of
+from areal.extensions.judges.judge import client_of
 from areal.rewards.result import Result, RewardError
-
-
-def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The prompt and the completion as messages."""
-    stored = row.get("prompt")
-    messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
-    return [*messages, {"role": "assistant", "content": completion}]
 
 
 class RewardModel:

@@ -132,6 +132,7 @@ class Judge:
     whoever has a model in a run sets it, and samples as `sampling` says."""
 
     deterministic = False
+    checks_options = True  # when it is made, which needs nothing else
     kind: type[JudgeOptions] = VerdictOptions
     template = TEMPLATE
 

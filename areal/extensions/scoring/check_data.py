@@ -28,9 +28,9 @@ from areal.data import pictured
 from areal.data.rows import prompt_or_none, prompt_text
 from areal.extensions.programs import code_rows
 from areal.extensions.programs.code_tests import FAILS
+from areal.extensions.scoring.score import judge_rows, read_rows
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import RewardError, passing
-from areal.rewards.score import judge_rows, read_rows
 from areal.rewards.worker_processes import RewardFailed
 from areal.samples.pictures import decode
 
