@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import areal
+from areal.base import extensions
 from areal.base.command_line import RoomTools
 from areal.base.errors import NOT_PERMITTED, UserError, explain
 from areal.base.processes import START, LenientOutput, check_packages
 from areal.base.text import sentences_on, shown
 from areal.config import advice
-
-ROOMS = (
-    "areal.extensions.desk",
-    "actors.watching",
-    "areal.data",
-    "areal.training",
-    "areal.extensions.scoring",
-    "actors.runtime",
-    "actors.start",
-)
-
 
 # What run.py does, also by its other name.
 RUN = ["run", "train"]
@@ -77,9 +67,15 @@ def command_line() -> ArgumentParser:
     completion = RoomTools("areal", parsers).add(
         "completion", "__main__:complete", "print what completes tools in a shell"
     )
+    RoomTools("areal.base", parsers).add(
+        "extensions",
+        "extensions:print_entries",
+        "list the workflows, rewards, ... that there are, and where they come from",
+    )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='in bash: eval "$(areal completion bash)"')
-    for room in ROOMS:
-        import_module(f"{room}.commands").declare(RoomTools(room, parsers))
+    for entry in extensions.own_entries().values():
+        if entry.kind == "commands":
+            entry.load()(RoomTools(entry.target.rpartition(".")[0], parsers))
     return parser
 
 

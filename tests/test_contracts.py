@@ -46,7 +46,6 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
         {"actors.watching.health": "actors.master.master", "actors.generator": "actors.trainer.trainer"},
         "",
     ),
-    "A run never imports the desk": ({"actors.watching.monitor": "areal.extensions.desk.report"}, ""),
     "The roles and what they share": (
         {"actors.sampling.services": "areal.extensions.programs.slots", "actors.evaluator": "actors.gateway.gateway"},
         "",

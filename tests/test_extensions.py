@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -108,3 +111,90 @@ async def test_a_tool_is_opened_once_and_closed_after_the_tools_that_were_opened
     assert tools.stats() == {"first": 1.0, "second": 1.0} and not [*tools.expecting()]
     await tools.close()
     assert closed == ["second", "first"]
+
+
+PAGES = [*ROOT.glob("actors/*/README.md"), *ROOT.glob("areal/extensions/*/README.md")]
+FOLDERS = sorted(page.parent.relative_to(ROOT) for page in PAGES)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the product."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("areal", "actors", "protocols", "configs"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "run.py", copy)
+    return copy
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_without_the_folder_of_an_extension_the_quickstart_can_start_and_the_rest_is_listed(tree, tmp_path, folder):
+    away = tmp_path / "away"
+    (tree / folder).rename(away)
+    try:
+        dry_run = ["run.py", "--dry-run", "--quiet", "configs/quickstart.yaml"]
+        commands = (dry_run, ["-m", "areal", "extensions"])
+        ended = [
+            subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=os.environ)
+            for words in commands
+        ]
+    finally:
+        away.rename(tree / folder)
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    assert "single_turn" in ended[1].stdout and f"{folder}\n" not in ended[1].stdout
+
+
+def test_each_extension_has_a_page_of_at_most_60_lines():
+    extensions_of = {*ROOT.glob("areal/extensions/*/__init__.py"), ROOT / "actors/gateway/__init__.py"}
+    assert {file.parent.relative_to(ROOT) for file in extensions_of} == {*FOLDERS}
+    assert all(len((ROOT / folder / "README.md").read_text().splitlines()) <= 60 for folder in FOLDERS)
+
+
+PACKAGE = """
+import numpy as np
+
+async def echo(session, row):
+    return None
+
+def polite(prompt, completion, row):
+    return float("please" in completion)
+
+def backwards(history, prompt):
+    return 7 - prompt
+
+def rows(config, name, options, seed, what):
+    return [{"prompt": f"{name} {number}", "answer": "1"} for number in range(options["count"])]
+"""
+PACKAGE_POINTS = """
+[areal.extensions]
+workflow.echo = stranger:echo
+reward.polite = stranger:polite
+sampler.backwards = stranger:backwards
+source.made: = stranger:rows
+"""
+USE = """
+import asyncio
+from areal.config.data_section import DataConfig
+from areal.data.history import History
+from areal.data.samplers import open_sampler
+from areal.data.sources import open_source
+from areal.rewards.functions import resolve
+from areal.workflows.builtin import resolve_workflow
+
+config = DataConfig(source="made:letters", options={"count": 8}, eval_size=0, sampler="backwards")
+source = open_source(config, 0)
+print(open_sampler(config, source)(History(source), 3), sorted(source.row(index).prompt for index in range(8))[0])
+print(resolve("polite").function("", "yes please", {}), asyncio.run(resolve_workflow("echo", {})(None, None)))
+"""
+
+
+def test_a_package_of_a_stranger_adds_a_workflow_a_reward_a_sampler_and_a_source(tmp_path):
+    install(tmp_path, "strange-things", PACKAGE_POINTS, stranger=PACKAGE)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    def printed(*words: str) -> str:
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, text=True, check=True, capture_output=True).stdout
+
+    assert printed("-c", USE).splitlines() == ["4 letters 0", "1.0 None"]
+    assert "reward       polite           strange-things 1.2\n" in printed("-m", "areal", "extensions")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 import structlog
 import uvloop
 
+from areal.base import extensions
 from areal.base.errors import NOT_PERMITTED, UserError, explain
 from areal.base.processes import (
     KEYS,
@@ -510,7 +511,6 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
 def build(role: str, arguments: argparse.Namespace) -> Membership:
     """An actor of a role. Imports only the module of that role, and so only its engine."""
-    from actors import role_module
     from actors.runtime.bound_addresses import ListenAddress, new_bus, open_network
     from actors.runtime.membership import Membership
     from protocols.addresses import host_of
@@ -518,8 +518,7 @@ def build(role: str, arguments: argparse.Namespace) -> Membership:
     listen_address = ListenAddress.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
     network = open_network(host_of(arguments.master), listen_address.bind)
     with importing():
-        module = role_module(role)
-    kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
+        kind = extensions.find("role", role)
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
     options = further.get(role, {})

@@ -2,7 +2,16 @@
 
 | kind | the object |
 |---|---|
+| `workflow` | a workflow (`areal.workflows.builtin`) |
 | `tool` | a function of `areal.workflows.tools.Tools` that returns what `session.tool(NAME)` gives |
+| `environment` | a class (`areal.extensions.environments`) |
+| `provider` | a provider of sandboxes (`areal.extensions.sandboxes.sandbox_owner`) |
+| `reward` | a reward (`areal.rewards.functions`) |
+| `source` | a function that opens a source of rows (`areal.data.sources`) |
+| `sampler` | a sampler of rows (`areal.data.samplers`) |
+| `objective` | an objective (`areal.training.objectives`) |
+| `role` | the class of a role |
+| `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its
 folder. The entries of an installed package are its entry points in the group `areal.extensions`, whose names are
@@ -19,6 +28,7 @@ from typing import Any
 
 from areal.base import plugins
 from areal.base.errors import UserError
+from areal.base.text import shown
 
 GROUP = "areal.extensions"
 FILE = "extension.toml"
@@ -103,3 +113,12 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
         f"there is no {kind} {name!r}: name one of {', '.join(names(kind))}, or your own as package.module:object or "
         f"path/to/file.py:object"
     )
+
+
+def print_entries(options: Any) -> None:
+    """`areal extensions`: print the kind, the name and the source of all entries."""
+    entries = [*own_entries().values(), *installed_entries()]
+    rows = [("kind", "name", "from"), *sorted((entry.kind, entry.name, entry.source) for entry in entries)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for kind, name, source in rows:
+        print(shown(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {source}"))

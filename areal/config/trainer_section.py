@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from areal.base import extensions
 from areal.config.engine_options import deepspeed_conflicts
 from areal.config.engine_sections import half_on_gpus
 from areal.config.section import Section
@@ -297,7 +298,8 @@ class TrainerConfig(Section):
             yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
         if self.teacher_top_k and not self.teacher_coef:
             yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
-        if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
+        is_known = self.objective in OBJECTIVE_SETTINGS or ":" in self.objective
+        if not (is_known or extensions.entry("objective", self.objective)):
             yield (
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
                 f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"

@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.base.plugins import load
 from areal.config.data_section import DataConfig
 from areal.data.history import History
 from areal.data.sources import PromptSource
@@ -26,9 +26,6 @@ Choose = Callable[[History, int], int]
 def shuffle(history: History, prompt: int) -> int:
     """Every row once in each epoch, in an order of its own for each."""
     return prompt
-
-
-BUILT_IN: dict[str, Callable[..., Any]] = {"shuffle": shuffle}
 
 
 def open_sampler(config: DataConfig, source: PromptSource) -> Choose:
@@ -49,12 +46,7 @@ def safe_choice(name: str, choose: Choose, history: History, prompt: int) -> int
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Choose:
-    target: Any = BUILT_IN.get(name)
-    if target is None:
-        if ":" not in name:
-            names = ", ".join(BUILT_IN)
-            raise UserError(f"data.sampler {name!r} is unknown: choose from {names}, or write package.module:function")
-        target = load(name, "data.sampler")
+    target: Any = extensions.find("sampler", name, "data.sampler")
     if not inspect.isclass(target):
         if options:
             raise UserError(f"data.sampler {name!r} is a function, which has no data.sampler_options: make it a class")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.base.plugins import load
 from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
 
 LOG_RATIO_BOUND = 20.0
@@ -284,7 +284,7 @@ def resolve_objective(name: str) -> Objective:
     """
     if name in LOSSES:
         return LOSSES[name]
-    function = load(name, "The objective")
+    function = extensions.find("objective", name, "The objective")
     if not callable(function):
         raise UserError(f"The objective {name!r} is of type {type(function).__name__}: name a function.")
     return function

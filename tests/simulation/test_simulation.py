@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors import role_module
 from actors.runtime.actor import HandlesRequests
 from actors.runtime.membership import Membership
 from actors.trainer import trainer
 from actors.weights.weight_service import WeightFetcher
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config.roles import ROLES
 from areal.generation.generation_engine import LoadTimes
@@ -405,7 +405,7 @@ def handled_in(module: str) -> set[type[Message]]:
 
 
 def handled_by(role: str) -> set[type[Message]]:
-    return handled_in(role_module(role).__name__) | handled_in(f"actors.{role}")
+    return handled_in(extensions.entry("role", role).target.partition(":")[0]) | handled_in(f"actors.{role}")
 
 
 def test_the_table_of_messages_says_who_answers_what() -> None:

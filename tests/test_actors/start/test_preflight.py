@@ -12,6 +12,7 @@ from actors.start import preflight, row_checks
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.sources import open_source
+from areal.extensions.programs import code_reward
 
 
 def config_of(rows, **changes):
@@ -239,7 +240,7 @@ def test_a_teacher_has_the_policys_tokenizer(tmp_path):
 @pytest.fixture
 def much_time(monkeypatch):
     """All rows are looked at, however busy the machine is."""
-    monkeypatch.setattr(row_checks, "TESTS_SECONDS", 200.0)
+    monkeypatch.setattr(code_reward, "TESTS_SECONDS", 200.0)
 
 
 def check_tests(tmp_path, *tests, sandbox=(), **data):
@@ -251,7 +252,7 @@ def check_tests(tmp_path, *tests, sandbox=(), **data):
         reward={"functions": "code"},
         sandbox=dict(sandbox),
     )
-    row_checks.check_tests(config, open_source(config.data, config.seed))
+    code_reward.check_tests(config, row_checks._rows(config, open_source(config.data, config.seed)))
 
 
 def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refused(tmp_path, capsys, much_time):
@@ -296,7 +297,9 @@ def test_prompts_that_do_not_name_what_their_tests_call_are_refused_or_told(tmp_
     for chosen, refusal in ((rows[:3], pytest.raises(UserError, match=sentence)), (rows[1:], contextlib.nullcontext())):
         file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         with refusal:
-            row_checks.check_prompts_name_calls(config, open_source(config.data, config.seed))
+            code_reward.check_prompts_name_calls(
+                config, row_checks._rows(config, open_source(config.data, config.seed))
+            )
     assert "2 of the 5 prompts" in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ def test_a_choice_looks_at_few_rows_however_many_there_are(monkeypatch):
 
 def test_mistakes_are_told():
     source = addition()
-    refused("unknown: choose from shuffle, or write", source, sampler="shufle")
+    refused("there is no sampler 'shufle': name one of shuffle, or your own", source, sampler="shufle")
     refused("unexpected keyword argument 'lo'", source, sampler=DIFFICULTY, sampler_options={"lo": 1})
     refused("low below high", source, sampler=DIFFICULTY, sampler_options={"low": 0.9})
     refused("is a function, which has no data.sampler_options", source, sampler="shuffle", sampler_options={"low": 0.9})
