@@ -120,7 +120,7 @@ class Sampling:
     async def run_workflow(self, session: SampleSession, workflow: Workflow, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's code."""
         try:
-            async with session.in_workflow():
+            async with session.own_code.limited():
                 sample = await workflow(session, row)
             if not isinstance(sample, Trajectory) or not sample.sampled.any():
                 raise ValueError("it has returned no Trajectory with sampled tokens")

@@ -34,6 +34,77 @@ from protocols.messages import Member
 NO_CHANGES: Mapping[str, float] = {}
 
 
+class OwnCode:
+    """The code of a sample's workflow itself: it runs while the sample waits for no actor of the run. It counts as work
+    of this actor, and each stretch of it has a limit."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._waits = 0
+        self._timer: asyncio.Timeout | None = None  # while the workflow runs
+        self._next_look: asyncio.TimerHandle | None = None
+        self._longest = 0.0  # stretch
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
+        counts as work of this actor, and has a limit."""
+        self._waits += 1
+        self._leave()
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self._enter()
+
+    def _enter(self) -> None:
+        if self._timer is not None and not self._waits and not self._timer.expired():
+            self._services.own_code[self] = asyncio.get_running_loop().time()
+
+    def _leave(self) -> None:
+        since = self._services.own_code.pop(self, None)
+        if since is not None and self._timer is not None and not self._timer.expired():
+            self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
+
+    def _limit(self, seen: float | None = None) -> None:
+        """End the workflow if its own code has run since the last look, for as long as it may. Otherwise look again
+        when it may have: a timer that is moved with each wait takes a tenth of the CPU time of a sample. seen: since
+        when it ran at the last look, which a clock that is a little early does not undo."""
+        loop = asyncio.get_running_loop()
+        since = self._services.own_code.get(self, now := loop.time())
+        if since != seen:
+            self._next_look = loop.call_at(since + self._services.sample_seconds, self._limit, since)
+        elif self._timer is not None:
+            self._timer.reschedule(now)
+
+    @contextlib.asynccontextmanager
+    async def limited(self) -> AsyncIterator[None]:
+        """Mark the block as the run of the workflow. Raises TimeoutError if the workflow waits for too long
+        for something else than the actors of the run."""
+        try:
+            async with asyncio.timeout(None) as self._timer:
+                self._enter()
+                self._limit()
+                waiting.set(self.waiting)
+                try:
+                    yield
+                finally:
+                    self._leave()
+            self._services.own_limits.end("sample", self._longest)
+        except TimeoutError as error:
+            if not self._timer or not self._timer.expired():
+                raise
+            seconds = self._services.sample_seconds
+            raise TimeoutError(
+                f"it has waited for {seconds:.0f} s for something that is no actor of the run "
+                f"(rollout_manager.sample_seconds){place_of(error.__cause__ or error.__context__)}"
+            ) from error
+        finally:
+            self._timer = None
+            if self._next_look is not None:
+                self._next_look.cancel()
+
+
 class SampleSession(SampleState):
     """The session that a workflow gets for one sample (areal.workflows.Session).
 
@@ -73,10 +144,7 @@ class SampleSession(SampleState):
         self._finished: list[_CallKey] = []  # for each of `calls`
         self._numbers = itertools.count()
         self.forest = Forest()
-        self._waits = 0
-        self._timer: asyncio.Timeout | None = None  # of the workflow's own code, while the workflow runs
-        self._next_look: asyncio.TimerHandle | None = None
-        self._longest = 0.0  # stretch of its own code
+        self.own_code = OwnCode(services)
 
     def show(self, content: bytes) -> Message:
         """See areal.workflows.Session."""
@@ -121,7 +189,7 @@ class SampleSession(SampleState):
         try:
             sampled = self._begin(call, key)
             if sampled is None:
-                with self._waiting():
+                with self.own_code.waiting():
                     sampled = await self._services.dispatch.run(call)
         finally:
             del self.running[call]
@@ -177,65 +245,6 @@ class SampleSession(SampleState):
     def calls(self) -> Sequence[Generation]:
         return self.forest.calls
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
-        counts as work of this actor, and has a limit."""
-        self._waits += 1
-        self._leave_own_code()
-        try:
-            yield
-        finally:
-            self._waits -= 1
-            self._enter_own_code()
-
-    def _enter_own_code(self) -> None:
-        if self._timer is not None and not self._waits and not self._timer.expired():
-            self._services.own_code[self] = asyncio.get_running_loop().time()
-
-    def _leave_own_code(self) -> None:
-        since = self._services.own_code.pop(self, None)
-        if since is not None and self._timer is not None and not self._timer.expired():
-            self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
-
-    def _limit_own_code(self, seen: float | None = None) -> None:
-        """End the workflow if its own code has run since the last look, for as long as it may. Otherwise look again
-        when it may have: a timer that is moved with each wait takes a tenth of the CPU time of a sample. seen: since
-        when it ran at the last look, which a clock that is a little early does not undo."""
-        loop = asyncio.get_running_loop()
-        since = self._services.own_code.get(self, now := loop.time())
-        if since != seen:
-            self._next_look = loop.call_at(since + self._services.sample_seconds, self._limit_own_code, since)
-        elif self._timer is not None:
-            self._timer.reschedule(now)
-
-    @contextlib.asynccontextmanager
-    async def in_workflow(self) -> AsyncIterator[None]:
-        """Mark the block as the run of this sample's workflow. Raises TimeoutError if the workflow waits for too long
-        for something else than the actors of the run."""
-        try:
-            async with asyncio.timeout(None) as self._timer:
-                self._enter_own_code()
-                self._limit_own_code()
-                waiting.set(self._waiting)
-                try:
-                    yield
-                finally:
-                    self._leave_own_code()
-            self._services.own_limits.end("sample", self._longest)
-        except TimeoutError as error:
-            if not self._timer or not self._timer.expired():
-                raise
-            seconds = self._services.sample_seconds
-            raise TimeoutError(
-                f"it has waited for {seconds:.0f} s for something that is no actor of the run "
-                f"(rollout_manager.sample_seconds){place_of(error.__cause__ or error.__context__)}"
-            ) from error
-        finally:
-            self._timer = None
-            if self._next_look is not None:
-                self._next_look.cancel()
-
     def close(self) -> None:
         """End the calls in progress, and stop counting towards any generator's load."""
         self.closed = True
@@ -250,12 +259,12 @@ class SampleSession(SampleState):
         if scorer not in (names := self._services.config.logprob_scorers):
             known = ", ".join(names) or "none"
             raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
-        with self._waiting():
+        with self.own_code.waiting():
             return (await self._services.rewards.score_tokens(scorer, _row(tokens))).logprobs
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SandboxError if the sandbox fails, not if the code does."""
-        with self._waiting():
+        with self.own_code.waiting():
             return str(await self.tool("python").run(code))
 
     def tool(self, name: str) -> Any:
@@ -281,7 +290,7 @@ class SampleSession(SampleState):
         if not isinstance(completion, str):
             raise TypeError(f"session.score takes a completion as text, not of type {type(completion).__name__}")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else _row(tokens)
-        with self._waiting():
+        with self.own_code.waiting():
             later = services.of_groups(weights) if self.group else []
             results = await all_scored(
                 [name for name in weights if name not in later],

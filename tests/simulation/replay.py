@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -27,6 +28,7 @@ class Replay(Journal):
     """A journal with these events and no snapshot, which takes no others."""
 
     def __init__(self, events: Events) -> None:
+        self.file = Path("replay")
         self._all = json.loads(json.dumps(events))
 
     def read(self) -> tuple[None, Events]:  # type: ignore[override]

@@ -97,7 +97,7 @@ class WatchedJournal(Journal):
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
         snapshot, events = super().read()
-        self.oracle.master_starts(snapshot["position"] if snapshot else 0, events)
+        self.oracle.master_starts(snapshot.pop("position") if snapshot else 0, events)
         return snapshot, events
 
     def append(self, kind: str, body: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ async def strange(session, row):
 
 
 class Episode(scripted_policy.Session):
-    in_workflow = staticmethod(contextlib.nullcontext)
+    own_code = SimpleNamespace(limited=contextlib.nullcontext)
 
     def close(self) -> None:
         pass
@@ -49,7 +49,7 @@ class Episode(scripted_policy.Session):
 class Session:
     """In the place of a sample's session, which these workflows do not use."""
 
-    in_workflow = staticmethod(contextlib.nullcontext)
+    own_code = SimpleNamespace(limited=contextlib.nullcontext)
 
     def close(self) -> None:
         pass

@@ -880,7 +880,7 @@ async def test_a_workflow_that_waits_for_ever_fails_with_the_line_at_which_it_wa
     with pytest.raises(
         TimeoutError, match=r"no actor of the run \(rollout_manager.sample_seconds\), in .*test_sessions"
     ):
-        async with limited.in_workflow():
+        async with limited.own_code.limited():
             await limited.score("done")
             await agent()
     assert not limited._services.own_code
@@ -893,7 +893,7 @@ async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(l
 
     flow = SimpleNamespace(broken=False, run_job=slow)
     limited._services.dispatch._open_flow = lambda member, kind: flow
-    async with limited.in_workflow():
+    async with limited.own_code.limited():
         assert await limited.score("done") == 1.0
         assert await limited.score("again") == 1.0
 
@@ -906,7 +906,7 @@ async def test_own_code_after_a_long_wait_for_actors_has_a_limit(limited):
     flow = SimpleNamespace(broken=False, run_job=slow)
     limited._services.dispatch._open_flow = lambda member, kind: flow
     with pytest.raises(TimeoutError, match="sample_seconds"):
-        async with limited.in_workflow():
+        async with limited.own_code.limited():
             await limited.score("done")
             await asyncio.Event().wait()
 
@@ -917,7 +917,7 @@ async def test_nor_has_the_time_in_which_it_waits_for_a_slot_for_a_command(limit
     held = contextlib.AsyncExitStack()
     give_back = await held.enter_async_context(programs.slot())
     asyncio.get_running_loop().call_later(0.15, give_back)
-    async with limited.in_workflow(), programs.slot():
+    async with limited.own_code.limited(), programs.slot():
         pass
     await held.aclose()
     async with programs.slot():  # it was not given back twice
@@ -929,7 +929,7 @@ async def test_nor_has_the_time_in_which_it_waits_for_a_slot_for_a_command(limit
 
 async def test_a_timeout_of_the_workflow_itself_is_its_own(limited):
     with pytest.raises(TimeoutError, match="the judge"):
-        async with limited.in_workflow():
+        async with limited.own_code.limited():
             raise TimeoutError("the judge")
 
 
