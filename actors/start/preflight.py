@@ -1,5 +1,6 @@
 """Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
 
+import errno
 import importlib.util
 import os
 import socket
@@ -58,6 +59,8 @@ GIB = 2**30
 ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
 # That of a rollout manager, a reward actor and a worker of it.
 OTHER_BYTES = GIB // 16
+# Whether something answers at this port of this machine is no matter, only that the port can be reached.
+DISCARD_PORT, LOOPBACK_SECONDS = 9, 1.0
 _LOAD_PARSERS = """
 from areal.samples.tokenizer import load_tokenizer
 from areal.extensions.agents.parsers import Parsers
@@ -411,7 +414,13 @@ def free_port(address: str) -> Iterator[str]:
 
 
 def check_port(address: str) -> None:
-    """Raises UserError if the master cannot listen at `address`."""
+    """Raises UserError if the master cannot listen at `address`, or if no process of this machine can reach another."""
+    with socket.socket() as probe:
+        probe.settimeout(LOOPBACK_SECONDS)
+        if probe.connect_ex(("127.0.0.1", DISCARD_PORT)) == errno.ENETUNREACH:
+            raise UserError(
+                "Processes of this machine cannot reach each other, its loopback interface is down: ip link set lo up."
+            )
     with (
         explain(
             OSError,

@@ -1,11 +1,14 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from fakes.scripted_policy import byte_tokenizer
 from safetensors.torch import save_file
+from support.process_tree import needs_namespaces
 from support.tiny_training import make_model
 
 from actors.start import preflight, row_checks
@@ -411,3 +414,12 @@ def test_a_reward_model_has_a_head_and_reads_a_chat(tmp_path, changes, architect
     config = config_of("rows.jsonl", scorers={"liked": liked}, reward={"functions": "liked"})
     with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
         preflight.check_scorer(config, "liked", tmp_path, None)
+
+
+@needs_namespaces
+def test_a_machine_whose_loopback_interface_is_down_is_told_so_at_once():
+    script = "from actors.start.preflight import check_port\ncheck_port('tcp://127.0.0.1:0')"
+    command = ["unshare", "-Urn", sys.executable, "-c", script]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert said.endswith("its loopback interface is down: ip link set lo up.\n")
+    preflight.check_port("tcp://127.0.0.1:0")
