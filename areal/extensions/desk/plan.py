@@ -57,7 +57,8 @@ def plan_run(options: Namespace) -> None:
     if options.config:
         config: Config = load_config(options.config, options.overrides)
     else:
-        config = Record(options.run).config_with(options.overrides)
+        assert record is not None
+        config = record.config_with(options.overrides)
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     checkpointing = config.trainer.gradient_checkpointing  # if it is auto, the plan says whether

@@ -381,6 +381,8 @@ def test_where_training_fits_beside_few_generators_alone_the_keys_with_a_faster_
     assert (fastest.generating_devices, fastest.ranks) == (8, 8)
     assert fastest.overrides["trainer.offload"] == "optimizer"
     assert not any("sequence_parallel" in other.changes and "offload" in other.changes for other in others)
+    note = command.notes(alone, [fastest], None)[-1]
+    assert note.startswith("At these rates faster: trainer.offload=optimizer (8 + 8 devices, 800 tokens/s).")
 
 
 def test_where_training_does_not_fit_the_least_change_with_which_it_does_is_named_first():
