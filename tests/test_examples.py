@@ -36,7 +36,7 @@ from areal.data.rows import Row
 from areal.extensions.agents import mcp_tools
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
-from areal.training.objectives import Tokens
+from areal.training import Tokens
 from areal.workflows.builtin import resolve_workflow
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))

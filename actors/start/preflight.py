@@ -42,6 +42,7 @@ from areal.rewards import functions as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
 from areal.samples.vision import packages_of_vision
 from areal.storage.claim import can_be_made
+from areal.training.algorithms.advantages import compares_group, rehearse_estimator
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
 from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
@@ -155,9 +156,12 @@ def check_code(config: Config) -> None:
         if rehearse_reward := rewards.hook(name, "rehearse"):
             rehearse_reward(config)
     if ":" in config.trainer.objective:
-        from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
+        from areal.training.algorithms.objectives import rehearse  # imports torch, which only a user's own needs
 
         rehearse(config.trainer)
+    conflicts = config.conflicts_of_groups(f"trainer.advantage={config.trainer.advantage}")
+    if compares_group(rehearse_estimator(config.trainer)) and (conflict := next(conflicts, None)):
+        raise UserError(f"{conflict}.")
 
 
 def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:

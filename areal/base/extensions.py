@@ -9,7 +9,8 @@
 | `reward` | a reward (`areal.rewards.functions`) |
 | `source` | a function that opens a source of rows (`areal.data.sources`) |
 | `sampler` | a sampler of rows (`areal.data.samplers`) |
-| `objective` | an objective (`areal.training.objectives`) |
+| `objective` | an objective (`areal.training.algorithms.objectives`) |
+| `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
 | `role` | the class of a role |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
 

@@ -111,6 +111,8 @@ class Config(ScoringConfig, metaclass=_Checked):
         yield from self._conflicts_of_training()
         yield from self._conflicts_of_scorers()
         yield from self._conflicts_of_sessions()
+        if self.trainer.compares_group:
+            yield from self.conflicts_of_groups(f"trainer.advantage_mean={self.trainer.advantage_mean}")
 
     def _conflicts_of_rows(self) -> Iterator[str]:
         if self.steps and not self.data.parts and self.gateway.share < 1:
@@ -204,16 +206,6 @@ class Config(ScoringConfig, metaclass=_Checked):
                     f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
                     f"sampling.{key}={neutral}"
                 )
-        if (
-            self.steps
-            and self.group_size == 1
-            and self.reward.credit == "sample"
-            and self.trainer.advantage_mean in ("group", "leave_one_out")
-        ):
-            yield (
-                f"trainer.advantage_mean={self.trainer.advantage_mean} compares the samples of a group, but group_size "
-                "is 1, so nothing is learned: raise group_size"
-            )
         longest = self.generator.max_model_len
         if self.steps and longest and longest <= self.sampling.max_new_tokens:
             yield (
@@ -227,6 +219,19 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
         if self.filter_zero_signal and self.group_size == 1:
             yield ("filter_zero_signal discards every group if group_size is 1: raise group_size, or set it to false")
+
+    def conflicts_of_groups(self, estimator: str) -> Iterator[str]:
+        """What advantages that compare the samples of a group conflict with. estimator: the setting that chose them."""
+        if self.steps and self.group_size == 1 and self.reward.credit == "sample":
+            yield (
+                f"{estimator} compares the samples of a group, but group_size is 1, so nothing is learned: raise "
+                f"group_size"
+            )
+        if self.gateway.share and not self.trainer.critic:
+            yield (
+                f"{estimator} compares the samples of a group, and a session is a group of one: set gateway.share=0, "
+                f"trainer.advantage_mean=batch or trainer.critic"
+            )
 
     def _conflicts_of_sessions(self) -> Iterator[str]:
         if self.gateway.serve == "evaluated" and not (self.data.eval_size and self.evaluator.every):
@@ -246,11 +251,6 @@ class Config(ScoringConfig, metaclass=_Checked):
             yield (
                 f"gateway.share is {self.gateway.share:g}, but beside a batch of rows no session has room: raise "
                 f"gateway.share or max_staleness, or set gateway.share=1 to train sessions alone"
-            )
-        if self.trainer.advantage_mean in ("group", "leave_one_out") and not self.trainer.critic:
-            yield (
-                f"trainer.advantage_mean={self.trainer.advantage_mean} compares the samples of a group, and a session "
-                f"is a group of one: set gateway.share=0, trainer.advantage_mean=batch or trainer.critic"
             )
         if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
             yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"

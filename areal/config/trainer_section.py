@@ -11,7 +11,7 @@ from areal.config.engine_options import deepspeed_conflicts
 from areal.config.engine_sections import half_on_gpus
 from areal.config.section import Section
 
-# Settings that a named objective (areal.training.objectives.LOSSES) brings along, unless the configuration sets them.
+# Settings that a named objective (areal.training.algorithms) brings along, unless the configuration sets them.
 _GROUP = {"advantage_mean": "group", "advantage_std": "group"}
 
 _GSPO = {**_GROUP, "behaviour_weight_level": "geometric", "eps_clip": 3e-4, "eps_clip_higher": 4e-4}
@@ -56,6 +56,10 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+COMPARE_GROUP = ("group", "leave_one_out")
+"""Means (`advantage_mean`) that compare the samples of a group, so that groups of one sample teach nothing."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank * B A. Only A and B are trained and published.
 
@@ -87,8 +91,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainerConfig(Section):
-    """`objective` is a name, or `package.module:function` for your own objective (areal.training.objectives says how it
-    is called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
+    """`objective` is a name, or `package.module:function` for your own objective (docs/objectives.md says how it is
+    called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
     Values that you give here take precedence."""
 
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
@@ -156,6 +160,10 @@ class TrainerConfig(Section):
     """experts of a mixture: those of the router or, for sampled tokens, those of sampling (docs/objectives.md)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
+    advantage: str = "normalised"
+    """the estimator of advantages: normalised, by the next two keys, or `package.module:function` for your own
+    (docs/objectives.md)"""
+    advantage_options: dict[str, Any] = Field(default_factory=dict, description="options of an estimator of your own")
     advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = "batch"
     """mean that a reward is compared with: of the batch (the paper), the group, or the group's other samples"""
     advantage_std: Literal["batch", "group", "none"] = "batch"
@@ -235,6 +243,11 @@ class TrainerConfig(Section):
         return name if kind == "scorer" and self.kl_coef else None
 
     @property
+    def compares_group(self) -> bool:
+        """Whether the advantages compare the samples of a group. A user's own estimator says so when it is loaded."""
+        return self.advantage == "normalised" and self.advantage_mean in COMPARE_GROUP
+
+    @property
     def uses_behaviour(self) -> bool:
         """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
         return (
@@ -267,6 +280,8 @@ class TrainerConfig(Section):
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
                 f"none: set trainer.eps_clip to at most 1"
             )
+        if self.advantage_options and self.advantage == "normalised":
+            yield "trainer.advantage_options are those of an estimator of your own: name it in trainer.advantage"
         if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
             yield (
                 f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "

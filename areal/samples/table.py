@@ -18,27 +18,42 @@ Tokens = Sequence[int] | np.ndarray
 class Column(NamedTuple):
     """A column of numbers, one for each token. engine: whether the engine gives it with every token that it samples.
     unsampled: what it has for a token that was not sampled; None: anything. wide: whether it has several numbers for
-    each token, as many for all."""
+    each token, as many for all. missing: what each token of a sample without the column has in a batch, if other
+    samples have it: a number, or a field of the sample; None: such a batch is refused. of_pass: whether the model's
+    layers take it; other columns go to the loss."""
 
     dtype: type[np.generic]
     engine: bool = False
     unsampled: float | None = 0.0
     wide: bool = False
+    missing: float | str | None = None
+    of_pass: bool = False
 
 
 COLUMNS = {
     "tokens": Column(np.int32, engine=True, unsampled=None),
     "logprobs": Column(np.float32, engine=True),
     "versions": Column(np.int32, engine=True, unsampled=NOT_SAMPLED),
-    "returns": Column(np.float64, unsampled=None),
+    "returns": Column(np.float64, unsampled=None, missing="reward"),
     "teacher_logprobs": Column(np.float32),
     "reference_logprobs": Column(np.float32),
     "teacher_top_tokens": Column(np.int32, wide=True),
     "teacher_top_logprobs": Column(np.float32, wide=True),
-    "routes": Column(np.uint8, unsampled=None, wide=True),
-    "pictures": Column(np.uint8, unsampled=None, wide=True),
+    "routes": Column(np.uint8, unsampled=None, wide=True, of_pass=True),
+    "pictures": Column(np.uint8, unsampled=None, wide=True, missing=0, of_pass=True),
 }
-"""The columns of a sample: fields of `Trajectory`, and columns of the rollouts that a run keeps."""
+"""The columns of a sample: fields of `Trajectory`, columns of the rollouts that a run keeps, and of the batch that the
+trainer's loss gets.
+
+tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of each sampled token
+after temperature. versions: the policy version that sampled each token.
+returns: what each sampled token is credited with, in place of the reward of its sample.
+teacher_logprobs, reference_logprobs: the log-prob of each sampled token, given those before it in its branch, under the
+model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the tokens
+that are likeliest there for the teacher, and their log-probs (`trainer.teacher_top_k`).
+routes: [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
+(`trainer.routing`); 0 where not sampled. pictures: [T, 16], the digest of the picture that a token is a placeholder of;
+0 if of none."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")

@@ -5,13 +5,13 @@ A token that the policy did not sample (the prompt, a tool's answer) has version
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal.samples.table import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, TokenTable, check, pack, unpack
+from areal.samples.table import COLUMNS, ENGINE_COLUMNS, NOT_SAMPLED, Finish, TokenTable, check, pack, unpack
 
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
@@ -60,25 +60,25 @@ class Piece(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One sample of a group. All arrays have one length T and the types of `table.COLUMNS`; a list becomes one.
+_FURTHER: Any = make_dataclass(
+    "_FURTHER",
+    [(name, "np.ndarray | None", None) for name, column in COLUMNS.items() if not column.engine],
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
+"""The columns of a trajectory that it may lack."""
 
-    tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
-    logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
-    versions: int32, the policy version that sampled each token; -1 where not sampled.
+
+@dataclass(frozen=True, slots=True)
+class Trajectory(_FURTHER):
+    """One sample of a group, with the columns of `table.COLUMNS`. All have one length T; a list becomes an array.
+
     reward: the score of the whole trajectory.
     finish: "stop" (the policy ended it) or "length" (cut at `max_new_tokens`).
     branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
     branch by branch: the arrays hold the own tokens of one branch after another, so each sampled token once.
-    returns: float64, what each sampled token is credited with; None: all of them with `reward`.
-    teacher_logprobs, reference_logprobs: float32, the log-prob of each sampled token, given those before it in its
-    branch, under the model of a scorer (`trainer.teacher`, `trainer.reference`); 0 where not sampled.
-    teacher_top_tokens, teacher_top_logprobs: int32 and float32 [T, k], the tokens that are likeliest there for the
-    teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
-    routes: uint8 [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
-    (`trainer.routing`); 0 where not sampled.
-    pictures: uint8 [T, 16], the digest of the picture that a token is a placeholder of; 0 if of none.
+    The columns that the engine does not give are named arguments and attributes; None: the sample does not have it.
     """
 
     tokens: np.ndarray
@@ -87,13 +87,6 @@ class Trajectory:
     reward: float
     finish: Finish
     branches: tuple[Branch, ...] = ()
-    returns: np.ndarray | None = None
-    teacher_logprobs: np.ndarray | None = None
-    reference_logprobs: np.ndarray | None = None
-    teacher_top_tokens: np.ndarray | None = None
-    teacher_top_logprobs: np.ndarray | None = None
-    routes: np.ndarray | None = None
-    pictures: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {}
@@ -123,7 +116,7 @@ class Trajectory:
             raise ValueError("nothing was sampled")
         if not np.isfinite(self.logprobs).all() or self.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
-        for name in {*SCORED, *TOP} & self.columns.keys():
+        for name in self.columns.keys() - {*ENGINE_COLUMNS, "returns"}:
             check_scores(name, self.columns[name])
         if any(self.sampled[path[0]] for path in paths(self.branches or [Branch(0, len(self))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
@@ -171,10 +164,13 @@ class Trajectory:
         """bool [T]: the tokens that the policy sampled."""
         return self.versions != NOT_SAMPLED
 
-    def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
-        """An array of it; of missing ones the reward at each token for the returns, else 0. width: of a wide column."""
+    def filled(self, name: str) -> np.ndarray:
+        """A column, also one that it lacks, with what the declaration says of that."""
         array: np.ndarray | None = getattr(self, name)
-        return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
+        if array is not None:
+            return array
+        missing = COLUMNS[name].missing
+        return np.full(len(self), getattr(self, missing) if isinstance(missing, str) else missing)
 
     def sequences(self) -> "Iterator[Trajectory]":
         """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
@@ -202,7 +198,8 @@ class Trajectory:
     def lowered(self, penalty: float) -> "Trajectory":
         """The same trajectory with a lower reward."""
         returns = None if self.returns is None else self.returns - penalty
-        return replace(self, reward=self.reward - penalty, returns=returns)
+        changes: dict[str, Any] = {"reward": self.reward - penalty, "returns": returns}
+        return replace(self, **changes)
 
     @property
     def start_version(self) -> int:

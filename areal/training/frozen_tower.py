@@ -52,14 +52,15 @@ class FrozenTower:
     def _put_vectors(self, level: int, part: Any, inputs: Any, output: Tensor) -> Tensor | None:
         """What embeddings (level 0) or a layer give, [1, T, H], with the tower's vectors of this level."""
         row = self._row
-        if row is None or row.pictures is None or row.parts is None:
+        if row is None or "pictures" not in row.inputs:
             return None
         vectors = output.clone()
-        for number in row.pictures.unique().tolist():
+        pictures, parts = row.inputs["pictures"], row.inputs["parts"]
+        for number in pictures.unique().tolist():
             if number >= 0:
-                places = row.pictures == number
-                of_tower = self._of_picture(number)[level][row.parts[places].cpu()].to(output)
-                vectors[places] = output[places] + of_tower if level else of_tower
+                places = pictures == number
+                of_tower = self._of_picture(number)[level][parts[places].cpu()].to(output)
+                vectors[0, places] = output[0, places] + of_tower if level else of_tower
         return vectors
 
     def _of_picture(self, number: int) -> list[Tensor]:
@@ -76,9 +77,9 @@ class FrozenTower:
     def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         """The cosines and sines [1, T, D] of the angles, each by one of the three positions."""
         row = self._row
-        if row is None or row.places is None:
+        if row is None or "places" not in row.inputs:
             return None
-        angles = row.places.float()[self._axis].T * rotary.inv_freq.float()
+        angles = row.inputs["places"].float()[:, self._axis] * rotary.inv_freq.float()
         angles = torch.cat([angles, angles], -1)[None]
         return tuple((turn(angles) * rotary.attention_scaling).to(output[0].dtype) for turn in (torch.cos, torch.sin))
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm
 
 from areal.base.errors import UserError
+from areal.config.trainer_section import CriticConfig
 
 AT_ONCE = 1 << 25
 """Most logits that exist at once (128 MiB in fp32)."""
@@ -191,9 +192,9 @@ class Head:
         """The module that makes the embeddings of the model's input."""
         return self._model.get_input_embeddings()
 
-    def add_critic(self) -> "ValueHead":
+    def add_critic(self, config: CriticConfig) -> "ValueHead":
         """A new critic, whose values the model returns from now on."""
-        self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype)
+        self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype, config)
         return self.critic
 
     def refuse_adapters(self) -> None:
@@ -261,14 +262,21 @@ class ValueHead(torch.nn.Linear):
     That is the state before the token. The value is the mean of the products of weights and features, which have a root
     mean square of 1: so a learning rate says how far a value moves in a step, whatever the width of the model, and the
     gradient of the weights is small beside that of the body when the norm is clipped. At first all values are 0.
-    share: of the gradient of the values by the hidden states, what the body gets.
+    share: of the gradient of the values by the hidden states, what the body gets. policy_share: of the policy's loss,
+    what counts beside that of the values. Both are 0 in the optimizer steps that train the head alone.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, config: CriticConfig) -> None:
         super().__init__(width, 1, dtype=dtype)
+        self._config = config
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
-        self.share = 0.0
+        self.follow(0)
+
+    def follow(self, steps: int) -> None:
+        """Set the shares, after so many optimizer steps of the run."""
+        alone = steps < self._config.warmup_steps
+        self.share, self.policy_share = (0.0, 0.0) if alone else (self._config.coef, 1.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [U, H]. Returns fp32 [U]."""

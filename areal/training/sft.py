@@ -43,7 +43,7 @@ from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import begin
 
 if TYPE_CHECKING:
-    from areal.training.objectives import TokenLoss, Tokens
+    from areal.training import TokenLoss, Tokens
     from areal.training.training_engine import TrainingEngine
 
 HELD_OUT_SHARE = 20
@@ -146,7 +146,7 @@ def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
 
 def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
     """-log pi of each token: an objective for the engine."""
-    from areal.training.objectives import TokenLoss
+    from areal.training import TokenLoss
 
     return TokenLoss(loss=-tokens.logp, clipped=tokens.logp.new_zeros(len(tokens.logp), dtype=bool))
 

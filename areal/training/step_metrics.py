@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from areal.config.trainer_section import TrainerConfig
-from areal.training.objectives import TokenLoss, kl
-from areal.training.packed import PackedRow
+from areal.samples.table import NOT_SAMPLED
+from areal.training.algorithms.algorithm import Outputs
+from areal.training.algorithms.reference import kl
+from areal.training.algorithms.token_loss import TokenLoss
+from areal.training.packed import FlatBatch, PackedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,43 +107,32 @@ class Tally:
         self.operations = 0.0
 
     @torch.no_grad()
-    def add(
-        self,
-        row: PackedRow,
-        logp: Tensor,
-        entropy: Tensor,
-        out: TokenLoss,
-        version: int,
-        *,
-        first: bool,
-        errors: Tensor | None = None,
-    ) -> None:
-        """Add a row's tokens to the sums.
-
-        first: before the first optimizer step, while `logp` is that of `version`. errors: [S], the critic's loss.
-        """
-        weight = torch.exp((row.proximal - row.behaviour).double())
-        current = (row.versions == version) & first
-        ahead = torch.zeros(()) if row.teacher is None else row.teacher - row.proximal
+    def add(self, row: PackedRow, outputs: Outputs, out: TokenLoss, *, first: bool) -> None:
+        """Add a row's tokens to the sums. first: whether it is of the first minibatch, before any optimizer step."""
+        columns, none = row.columns, torch.zeros(())
+        behaviour, proximal, weights = columns["logprobs"], columns["proximal"], columns["weights"]
+        weight = torch.exp((proximal - behaviour).double())
+        current = (columns["staleness"] == 0) & first
+        ahead = columns["teacher_logprobs"] - proximal if "teacher_logprobs" in columns else none
         sums = {
-            "loss": out.loss * row.weights,
-            "entropy": entropy,
+            "loss": out.loss * weights,
+            "entropy": outputs.entropy,
             "clip_fraction": out.clipped,
             "weight_mean": weight,
             "weight_squared": weight.square(),
-            "kl_behaviour": row.behaviour - row.proximal,
-            "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
+            "kl_behaviour": behaviour - proximal,
+            "kl_reference": kl(proximal, columns["reference"], "k3") if "reference" in columns else none,
             "kl_teacher": -ahead,
             "teacher_agreement": ahead.clamp(max=0).exp(),
-            "value_loss": torch.zeros(()) if errors is None else errors * row.weights,
-            "token_staleness_mean": version - row.versions,
-            "gap": (row.behaviour - logp).abs()[current],
+            "value_loss": none if out.value_loss is None else out.value_loss * weights,
+            "token_staleness_mean": columns["staleness"],
+            "gap": (behaviour - outputs.logp).abs()[current],
             "current": current,
             "computed": torch.tensor(sum(row.added) if len(row.batch_index) else 0),
         }
         self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
-        if len(weight) and (A := row.advantages) is not None:
-            largest = torch.stack([weight.max(), A.abs().max().double()])
+        if len(weight):
+            largest = torch.stack([weight.max(), columns["advantages"].abs().max().double()])
             self.maxima = torch.maximum(self.maxima, largest)
 
     @contextmanager
@@ -158,10 +149,7 @@ class Tally:
         self,
         control: dist.ProcessGroup,
         config: TrainerConfig,
-        *,
-        tokens_trained: int,
-        tokens_total: int,
-        explained_variance: float | None,
+        batch: FlatBatch,
         peak_tflops: float | None,
     ) -> StepResult:
         """The step's result, the same on all ranks but for the seconds and what follows from them (all ranks)."""
@@ -170,6 +158,7 @@ class Tally:
         dist.all_reduce(operations, group=control)
         dist.all_reduce(totals, group=control)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=control)
+        tokens_trained = int(batch.columns["trained"].sum())
         count = max(1, tokens_trained)
         tflops = operations.item() / dist.get_world_size(control) / sum(self.seconds.values()) / 1e12
         sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
@@ -185,11 +174,22 @@ class Tally:
             weight_max=maxima[0].item(),
             advantage_max=maxima[1].item(),
             effective_sample_size=sums["weight_mean"] ** 2 / (count * sums["weight_squared"] or 1),
-            explained_variance=explained_variance,
+            explained_variance=explained_variance(batch),
             tokens_trained=tokens_trained,
-            tokens_total=tokens_total,
+            tokens_total=len(batch.tokens),
             tokens_computed=int(sums["computed"]),
             tflops=tflops,
             mfu=tflops / peak_tflops if peak_tflops else None,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
         )
+
+
+def explained_variance(batch: FlatBatch) -> float | None:
+    """The share of the variance of the value targets that the values before the step explain; None without a critic, or
+    if the targets are all the same."""
+    if "value_targets" not in batch.columns:
+        return None
+    sampled = batch.columns["versions"] != NOT_SAMPLED
+    values, targets = batch.columns["values"][sampled], batch.columns["value_targets"][sampled]
+    variance = targets.var()
+    return float(1 - (targets - values).var() / variance) if variance else None

@@ -28,7 +28,7 @@ class RowPart:
     row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
     [1, T / size], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which
     of those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
-    int64, which of the row's S tokens these are. routes: of these tokens, as in `PackedRow`.
+    int64, which of the row's S tokens these are. inputs: of this rank's tokens, as in `PackedRow`.
     """
 
     row: PackedRow
@@ -38,7 +38,7 @@ class RowPart:
     distribution: Tensor
     targets: Tensor
     indices: Tensor
-    routes: Tensor | None
+    inputs: dict[str, Tensor]
 
 
 class SequenceGroup:
@@ -78,7 +78,7 @@ class SequenceGroup:
             distribution=row.distribution[indices] - (row.predicts < start).sum(),
             targets=row.targets[indices],
             indices=indices,
-            routes=None if filled.routes is None else filled.routes[start : start + size],
+            inputs={name: values[start : start + size] for name, values in filled.inputs.items()},
         )
 
     def join(self, part: RowPart, own: Sequence[Tensor]) -> tuple[Tensor, ...]:

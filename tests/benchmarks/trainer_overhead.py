@@ -23,9 +23,11 @@ from steps import VERSION, arguments, interleaved, model_and_batches, settings, 
 from transformers import AutoModelForCausalLM
 
 from areal.samples.trajectory import Group
+from areal.training.algorithms.algorithm import Outputs, tokens_in
+from areal.training.algorithms.decoupled_ppo import decoupled_ppo
+from areal.training.attention import PACKED_SDPA, attention_kwargs
 from areal.training.head import linear_logprobs
-from areal.training.objectives import Tokens, decoupled_ppo
-from areal.training.packed import PACKED_SDPA, PackedRow, attention_kwargs
+from areal.training.packed import PackedRow
 from areal.training.training_engine import TrainingEngine
 
 
@@ -63,9 +65,10 @@ def bare_trainer(model: Path, batches: list[list[PackedRow]]) -> Callable[[], No
                     **attention_kwargs(row, PACKED_SDPA),
                 ).last_hidden_state[0, row.predicts]
                 head = module.lm_head.weight
-                logp, _ = linear_logprobs(hidden, head, None, row.distribution, row.targets, 1.0)
-                tokens = Tokens(logp, logp.detach(), row.behaviour, row.advantages, row.sequence)
-                (decoupled_ppo(tokens, config).loss * row.weights).sum().backward()
+                logp, entropy = linear_logprobs(hidden, head, None, row.distribution, row.targets, 1.0)
+                row.columns["proximal"] = logp.detach()
+                loss = decoupled_ppo(tokens_in(Outputs(logp, entropy), row), config).loss
+                (loss * row.columns["weights"]).sum().backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), config.grad_clip)
             optimizer.step()
             optimizer.zero_grad()

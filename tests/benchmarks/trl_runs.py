@@ -58,7 +58,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: E402
 from areal.config import Config, load_config  # noqa: E402
 from areal.data.rows import Prompt, Row, prompt_text  # noqa: E402
 from areal.data.sources import open_source  # noqa: E402
-from areal.training.packed import packed_sdpa  # noqa: E402
+from areal.training.attention import packed_sdpa  # noqa: E402
 
 # Small, since it pads less: with vLLM colocated 8 was faster than 32 by a quarter.
 MICRO_BATCH = 8

@@ -43,7 +43,7 @@ from actors.trainer.sample_store import SampleStore
 from actors.trainer.trainer import Trainer
 from actors.trainer.turns import Turns
 from areal.data.rows import Row
-from areal.samples.table import Finish, Generation, TokenTable
+from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.ledger import Leases, Ledger, Schedule
 from areal.staleness.ledger_state import (
@@ -312,14 +312,8 @@ def shared_tokens_trained_twice() -> AbstractContextManager[None]:
 
     def sequences(sample: Trajectory) -> Iterator[Trajectory]:
         for path in paths(sample.branches or (Branch(0, len(sample)),)):
-            yield replace(
-                sample,
-                tokens=sample.tokens[path],
-                logprobs=sample.logprobs[path],
-                versions=sample.versions[path],
-                returns=None,
-                branches=(),
-            )
+            columns: dict[str, Any] = {name: getattr(sample, name)[path] for name in ENGINE_COLUMNS}
+            yield replace(sample, **columns | {"returns": None}, branches=())
 
     return patch.multiple(Trajectory, sequences=sequences)
 

@@ -273,7 +273,7 @@ async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_
 
 OBJECTIVE = """
 import os
-from areal.training.objectives import LOSSES
+from areal.training.algorithms.objectives import LOSSES
 
 def fails(tokens, config):
     if len(tokens.logp) > 3 and os.environ.get("RANK", "1") == "1":

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from areal.config.trainer_section import TrainerConfig
-from areal.training.packed import attention_kwargs, choose_attention, empty_row
+from areal.training.attention import attention_kwargs, choose_attention
+from areal.training.packed import empty_row
 from areal.weights.lora import add_adapters
 
 TOKENS = 1021

@@ -125,7 +125,7 @@ class Replay:
 
     def what_matters(self) -> str:
         """The settings without those that have no effect: two replays with the same ones learn the same."""
-        from areal.training.objectives import LOSSES
+        from areal.training.algorithms.objectives import LOSSES
 
         trainer = self.config.trainer
         settings = trainer.model_dump(mode="json")
@@ -418,8 +418,8 @@ def weight_metrics(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *
 
     flat = FlatBatch.of(batch, minibatches=1)
     in_loss = flat.trained(mask, mask_cut=mask_cut)
-    gaps = np.where(in_loss, logp - flat.logprobs.astype(np.float64), 0.0)
-    log_weights = np.bincount(np.repeat(flat.samples, flat.lengths), gaps)
+    gaps = np.where(in_loss, logp - flat.columns["logprobs"].astype(np.float64), 0.0)
+    log_weights = np.bincount(flat.of_sample, gaps)
     largest = np.full(len(batch), -np.inf)
     np.maximum.at(largest, flat.groups, log_weights)
     ratios = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1

@@ -12,11 +12,12 @@ from areal.extensions.selftest import references
 from areal.extensions.selftest.findings import LAYERS, SHARE, Finding, judged
 from areal.samples.trajectory import random_groups
 from areal.training import head
+from areal.training.attention import FLASH, attention_kwargs, choose_attention, row_inputs
 from areal.training.flops import layers_by_window
 from areal.training.guard import GAP
 from areal.training.head import Head, linear_logprobs
 from areal.training.model_checks import keeps_apart
-from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack, row_inputs
+from areal.training.packed import FlatBatch, PackedRow, pack
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150
 """Tokens of the samples of each group, and how many the samples of the first group have in common."""

@@ -1,97 +1,173 @@
-"""Advantages from rewards, without a critic or with one.
+"""Advantages from what a sample is credited with: the estimators by name, and a user's own.
 
-By default the reward is given at the last token. With gamma = lambda = 1 and no value function, every sampled token of
-a sample then has the same advantage: the sample's normalised reward. A sample may also give each token a return of its
-own. A penalty on a single token (`penalties`) lowers the return of that token and of the tokens before it, since later
-tokens did not cause it. With a critic, `gae` takes the place of returns and penalties.
+By default a sample is credited with its reward at its last token. With gamma = lambda = 1 and no value function, every
+sampled token of a sample then has the same advantage: the sample's normalised reward. A sample may also give each token
+a return of its own. A penalty on a single token (`Credits.penalties`) lowers the return of that token and of the tokens
+before it, since later tokens did not cause it. With a critic, estimates take the place of returns and penalties.
 """
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
+from areal.base import extensions
+from areal.base.errors import UserError, explain
+from areal.config.trainer_section import TrainerConfig
 from areal.samples.trajectory import differ
 
+Estimator = Callable[["Credits"], np.ndarray]
+"""Gives the advantages of a batch: one for each sample, [M], or one for each token, [T]. An attribute `compares_group`
+that is true says that it compares the samples of a group, so that groups of one sample teach nothing."""
 
-def advantages(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    samples: np.ndarray,
-    returns: np.ndarray | None = None,
-    penalties: np.ndarray | None = None,
-    *,
-    sampled: np.ndarray,
-    mean: str,
-    std: str,
-) -> np.ndarray:
+
+@dataclass(frozen=True)
+class Credits:
+    """What the M samples of a batch and their T tokens are credited with.
+
+    rewards: float64 [M]. groups: int [M], the group of each sample; groups may differ in size. samples: int [T], the
+    sample of each token, ascending; a sample's tokens are in the order in which they may have caused each other.
+    sampled: bool [T], the tokens that the policy sampled.
+    returns: float64 [T], in place of the reward of the token's sample; None: the reward. penalties: float64 [T]; None:
+    there are none. columns: by name, [T] or [T, k], the columns of the table of tokens (areal.samples.table) that the
+    samples have, and what passes before the step found.
+    """
+
+    rewards: np.ndarray
+    groups: np.ndarray
+    samples: np.ndarray
+    sampled: np.ndarray
+    returns: np.ndarray | None
+    penalties: np.ndarray | None
+    columns: dict[str, np.ndarray]
+
+    @cached_property
+    def of_tokens(self) -> np.ndarray:
+        """float64 [T], the return of each token, less its penalty and those of all later tokens of its sample."""
+        gains = self.rewards[self.samples] if self.returns is None else self.returns
+        return gains if self.penalties is None else gains - to_go(self.penalties, self.samples)
+
+    @cached_property
+    def of_samples(self) -> np.ndarray:
+        """float64 [M], the reward of each sample, or the mean of its sampled tokens' returns; less all penalties."""
+        totals = self.rewards if self.returns is None else self.mean(self.returns)
+        return totals if self.penalties is None else totals - np.bincount(self.samples, self.penalties)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """float64 [M], the mean of values [T] over the sampled tokens of each sample."""
+        return np.bincount(self.samples, values * self.sampled) / np.bincount(self.samples, self.sampled)
+
+    def in_groups(self, function: Callable[[np.ndarray], Any]) -> np.ndarray:
+        """float64 [M], what `function` gives for what the samples of each sample's group are credited with."""
+        values, (_, member) = self.of_samples, np.unique(self.groups, return_inverse=True)
+        return np.array([function(values[member == number]) for number in range(member.max() + 1)], np.float64)[member]
+
+
+def normalised(credits: Credits, mean: str = "batch", std: str = "batch") -> np.ndarray:
     """(return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.samples.trajectory.differ).
 
-    rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int
-    [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.
-    returns: [T], by default the reward of the token's sample. penalties: [T], 0 by default; the return of a token is
-    lowered by those of the token and of all later ones of its sample. sampled: bool [T].
-    mean: of the samples' returns, each the mean over its sampled tokens or its reward, lowered by all its penalties:
-    "batch" (over all), "group", "leave_one_out" (over the others of the group; a group of one uses its own return),
-    "none" (0). std: "batch", "group", "none" (1): the root mean square of the sampled tokens' returns less that mean
-    over the batch or group, in which all tokens of a sample have the weight of one. So abs(A) is at most about
-    sqrt(MT), if std is not of another level than mean (TrainerConfig refuses such pairs). Raises ValueError if a return
-    is not finite.
+    mean: of what samples are credited with, `Credits.of_samples`, one of MEANS. std: "batch", "group", "none" (1): the
+    root mean square of the sampled tokens' returns less that mean over the batch or group, in which all tokens of a
+    sample have the weight of one. So abs(A) is at most about sqrt(MT), if std is not of another level than mean
+    (TrainerConfig refuses such pairs).
     """
-    totals = np.asarray(rewards, np.float64)
-    gains = totals[samples]
-    if returns is not None:
-        gains = np.asarray(returns, np.float64)
-        totals = _mean_of(gains, samples, sampled)
-    if penalties is not None:
-        gains = gains - _to_go(np.asarray(penalties, np.float64), samples)
-        totals = totals - np.bincount(samples, penalties)
-    if not np.isfinite(totals).all() or not np.isfinite(gains).all():
-        raise ValueError(f"rewards, returns and penalties must be finite, not {totals.tolist()}")
-    differences = _differences(gains, totals, samples, groups, mean)
+    gains, totals = credits.of_tokens, credits.of_samples
+
+    def differences(level: str) -> np.ndarray:
+        means = MEANS[level](totals, credits.groups)[credits.samples]
+        return np.where(differ(gains, means), gains - means, 0.0)
+
     if std == "none":
-        return differences
-    squares = _mean_of(_differences(gains, totals, samples, groups, std) ** 2, samples, sampled)
-    scales = np.sqrt(_means(squares, groups, std))
-    return differences / np.where(scales > 0, scales, 1.0)[samples]
+        return differences(mean)
+    scales = np.sqrt(MEANS[std](credits.mean(differences(std) ** 2), credits.groups))
+    return differences(mean) / np.where(scales > 0, scales, 1.0)[credits.samples]
 
 
-def _differences(
-    gains: np.ndarray, totals: np.ndarray, samples: np.ndarray, groups: np.ndarray, mean: str
-) -> np.ndarray:
-    means = _means(totals, groups, mean)[samples]
-    return np.where(differ(gains, means), gains - means, 0.0)
+def _group_mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    sums, sizes = _sums_in_groups(values, groups)
+    return sums / sizes
 
 
-def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    """The mean over the sampled tokens of each sample, [M]."""
-    return np.bincount(samples, values * sampled) / np.bincount(samples, sampled)
+def _mean_of_others(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Over the others of the group; a group of one uses its own value."""
+    sums, sizes = _sums_in_groups(values, groups)
+    return np.where(sizes > 1, (sums - values) / np.maximum(sizes - 1, 1), values)
 
 
-def gae(
-    values: np.ndarray,
-    returns: np.ndarray,
-    penalties: np.ndarray | None,
-    samples: np.ndarray,
-    sampled: np.ndarray,
-    *,
-    gamma: float,
-    lam: float,
-) -> np.ndarray:
-    """Generalised advantage estimates (arXiv 1506.02438, eq. 16) of the sampled tokens, float64 [T]; 0 for others.
-
-    values: [T], the critic's estimate before each token. returns, penalties, samples, sampled: as of `advantages`, with
-    the samples in ascending order. The tokens that a sample did not sample are no steps: the next state is that before
-    its next sampled token. The reward of a token is its return minus that of the next one, minus its penalty, so a
-    reward of the whole sample is that of its last token.
-    """
-    own, gains = np.flatnonzero(sampled), np.zeros(len(values))
-    V, G, sample = values[own].astype(np.float64), returns[own], samples[own]
-    is_last = np.append(sample[1:] != sample[:-1], True)
-    next_V, next_G = (np.where(is_last, 0.0, np.roll(array, -1)) for array in (V, G))
-    rewards = G - next_G - (0.0 if penalties is None else penalties[own])
-    gains[own] = _to_go(rewards + gamma * next_V - V, sample, gamma * lam)
-    return gains
+def _sums_in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    return np.bincount(member, values)[member], sizes[member]
 
 
-def _to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
+MEANS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "batch": lambda values, groups: np.full(len(values), values.mean()),
+    "group": _group_mean,
+    "leave_one_out": _mean_of_others,
+    "none": lambda values, groups: np.zeros(len(values)),
+}
+"""`trainer.advantage_mean`: from values and groups of the samples, [M] each, what each sample is compared with."""
+
+
+def estimator_of(config: TrainerConfig) -> Estimator:
+    """The estimator `trainer.advantage`, with its options: a function of `Credits` and options, or a class with options
+    whose instances are functions of `Credits`. Raises UserError."""
+    name, options = config.advantage, config.advantage_options
+    if name == "normalised":
+        options = {"mean": config.advantage_mean, "std": config.advantage_std}
+    target: Any = extensions.find("advantage", name, "The estimator of advantages")
+    if not callable(target):
+        raise UserError(f"trainer.advantage {name!r} is of type {type(target).__name__}: name a function or a class.")
+    if not inspect.isclass(target):
+        return partial(target, **options)
+    with explain((TypeError, ValueError), f"trainer.advantage {name!r}: {{why}}: correct trainer.advantage_options"):
+        made: Any = target(**options)
+    return made
+
+
+def compares_group(estimator: Estimator) -> bool:
+    """Whether an estimator says that it compares the samples of a group."""
+    return bool(getattr(getattr(estimator, "func", estimator), "compares_group", False))
+
+
+def estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
+    """The advantages of all tokens, float64 [T]. name: of the estimator. Raises ValueError if what the samples are
+    credited with is not finite, and UserError if the estimator fails or gives no advantages."""
+    totals, samples = credits.of_samples, credits.samples
+    if not np.isfinite(totals).all() or not np.isfinite(credits.of_tokens).all():
+        raise ValueError(f"rewards, returns and penalties must be finite, not {totals.tolist()}")
+    called = f"trainer.advantage {name!r}, called on {len(totals)} samples with {len(samples)} tokens,"
+    # The user's own code may raise anything.
+    with explain(Exception, f"{called} raised {{why}}. It takes areal.training.Credits and trainer.advantage_options."):
+        values = estimator(credits)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiub":
+        raise UserError(f"{called} returned a value of type {type(values).__name__}: return a NumPy array of numbers.")
+    if values.shape not in (totals.shape, samples.shape):
+        raise UserError(
+            f"{called} returned an array of shape {list(values.shape)}: return one advantage for each sample, "
+            f"[{len(totals)}], or for each token, [{len(samples)}]."
+        )
+    if not np.isfinite(values).all():
+        raise UserError(f"{called} returned advantages that are not finite: look for a division by 0 in it.")
+    return (values[samples] if values.shape == totals.shape else values).astype(np.float64)
+
+
+def rehearse_estimator(config: TrainerConfig) -> Estimator:
+    """The estimator of `config`, after test calls on groups of several samples, of equal ones and of a single one.
+    Raises UserError."""
+    estimator = estimator_of(config)
+    for rewards, groups in (([1.0, 0.0, 0.5, 1.0], [0, 0, 0, 1]), ([1.0, 1.0], [0, 0]), ([0.5], [0])):
+        samples, sampled = np.repeat(np.arange(len(rewards)), 3), np.array([False, True, True] * len(rewards))
+        columns = {"tokens": np.arange(len(samples)), "logprobs": np.where(sampled, -1.0, 0.0)}
+        columns["versions"] = np.where(sampled, 0, -1)
+        credits = Credits(np.array(rewards), np.array(groups), samples, sampled, None, None, columns)
+        estimate(estimator, credits, config.advantage)
+    return estimator
+
+
+def to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
     """The sum of each token's value and all later ones of its sample, times `discount` for every token between, [T]."""
     order = samples.argsort(kind="stable")
     lengths = np.bincount(samples)
@@ -103,18 +179,3 @@ def _to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np
         sums = values[at] + discount * sums[: len(at)]
         to_go[at] = sums
     return to_go
-
-
-def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
-    _, member, size = np.unique(groups, return_inverse=True, return_counts=True)
-    sums = np.bincount(member, rewards)[member]
-    match of:
-        case "batch":
-            return np.full(len(rewards), rewards.mean())
-        case "group":
-            return sums / size[member]
-        case "leave_one_out":
-            peers = size[member] - 1
-            return np.where(peers > 0, (sums - rewards) / np.maximum(peers, 1), rewards)
-        case _:
-            return np.zeros(len(rewards))

@@ -7,8 +7,8 @@ import torch
 from actors.api.call_settings import settings_of
 from areal.config import load_config
 from areal.training import TokenLoss, Tokens, TrainerConfig
-from areal.training.objectives import ratio as behind
-from areal.training.objectives import rehearse
+from areal.training.algorithms.objectives import rehearse
+from areal.training.algorithms.token_loss import ratio as behind
 
 MOST = 1.2
 

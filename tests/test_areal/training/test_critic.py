@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_training import (
     TEMPERATURE,
+    VOCAB,
     assert_same_gradients,
     eager,
     logprobs_alone,
@@ -19,8 +20,10 @@ from support.tiny_training import (
 )
 
 from areal.base.errors import UserError
-from areal.training.algorithms.advantages import gae
-from areal.training.objectives import value_loss
+from areal.training.algorithms.algorithm import policy_gradient, set_columns
+from areal.training.algorithms.assembly import algorithm_of
+from areal.training.algorithms.critic import gae, value_loss
+from areal.training.packed import FlatBatch
 from areal.training.training_engine import TrainingEngine
 
 GAMMA, LAM, COEF = 0.97, 0.9, 0.5
@@ -126,6 +129,30 @@ def test_gradients_and_metrics_are_those_of_each_sequence_alone(folder, batch, c
     assert_same_gradients(gradients, expected)
     assert result.value_loss == pytest.approx(errors, rel=1e-4)
     assert result.explained_variance == pytest.approx(explained, rel=1e-3)
+
+
+def test_a_penalty_in_the_reward_is_taken_from_the_step_of_its_own_token():
+    changes = {
+        "kl_coef": 0.1,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "advantage_mean": "none",
+        "advantage_std": "none",
+    }
+    config = settings(critic={"gamma": GAMMA, "lam": LAM}, **changes)
+    flat, rng = FlatBatch.of(make_forest(), minibatches=1, prefix_tree=True), np.random.default_rng(0)
+    values, reference = rng.normal(-2, 1, (2, len(flat.tokens)))
+    columns = flat.columns
+    sampled = columns["versions"] >= 0
+    columns |= {"trained": sampled, "values": values, "reference": reference}
+    set_columns(flat, algorithm_of(policy_gradient(config), config, VOCAB), config)
+    for sample in range(len(flat.rewards)):
+        places = [place for place in flat.by_sample() if sampled[place] and flat.of_sample[place] == sample]
+        penalties = 0.1 * (columns["logprobs"] - reference)[places]
+        rewards = -np.diff([*columns["returns"][places], 0.0]) - penalties
+        expected = estimates(values[places].tolist(), rewards.tolist(), GAMMA, LAM)
+        np.testing.assert_allclose(columns["advantages"][places], expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose((columns["value_targets"] - values)[places], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_first_steps_train_the_head_alone_which_stays_with_the_trainer(folder, tmp_path):

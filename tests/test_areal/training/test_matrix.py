@@ -238,7 +238,7 @@ def test_a_model_is_trained_as_transformers_computes_each_sequence_alone_or_is_r
         engine = TrainingEngine(tmp_path / "model", settings(max_tokens_per_microbatch=1000), seed=0)
         published = load_file(engine.publish(tmp_path / "0") / "model.safetensors").keys()
         _, gradients = step_and_gradients(engine, batch)
-        assert (engine._one_a_row, engine._prefix_tree) == (kind in MIX, kind not in MIX)
+        assert (engine.passes.one_a_row, engine.passes.prefix_tree) == (kind in MIX, kind not in MIX)
         engine.close()
         assert published == stored
         exact = exact_gradients(tmp_path / "model", batch)

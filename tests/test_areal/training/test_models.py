@@ -56,8 +56,8 @@ def test_gradients_are_those_of_each_sequence_alone(tmp_path, kind, stage):
     assert_same_gradients(gradients, exact_gradients(folder))
     assert result.tokens_computed > 0
     assert not any(getattr(part, "attention_dropout", 0) for part in engine._module.modules())
-    assert engine._one_a_row == (kind in MIXES)
-    assert engine._prefix_tree == (kind not in MIXES)
+    assert engine.passes.one_a_row == (kind in MIXES)
+    assert engine.passes.prefix_tree == (kind not in MIXES)
 
 
 @pytest.mark.parametrize("kind", WINDOWS)

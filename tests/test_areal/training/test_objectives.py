@@ -11,19 +11,16 @@ import torch
 from areal.base.errors import UserError
 from areal.config import dump_config, load_config
 from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
-from areal.training.objectives import (
+from areal.training.algorithms.m2po import within_second_moment
+from areal.training.algorithms.objectives import LOSSES, objective_of, rehearse
+from areal.training.algorithms.reference import kl, kl_penalty
+from areal.training.algorithms.token_loss import (
     LOG_RATIO_BOUND,
-    LOSSES,
     TokenLoss,
     Tokens,
     behaviour_weight,
     interpolated_proximal,
-    kl,
-    kl_penalty,
     mask_sequences,
-    rehearse,
-    resolve_objective,
-    within_second_moment,
 )
 
 SURROGATES = [name for name in LOSSES if LOSSES[name] is LOSSES["decoupled_ppo"]]
@@ -561,7 +558,7 @@ def own(name):
 
 
 def test_ones_own_objective_plugs_in_by_its_name():
-    assert resolve_objective(own("likelihood")) is likelihood
+    assert objective_of(own("likelihood")) is likelihood
     rehearse(settings(own("likelihood")))
     rehearse(settings(own("needs_a_setting"), eps_clip_higher=0.3))
 
@@ -571,7 +568,7 @@ def test_ones_own_objective_plugs_in_by_its_name():
     [
         ("not_a_function", "is of type int: name a function"),
         ("likelyhood", "did you mean likelihood"),
-        ("returns_a_tensor", "returned a value of type Tensor: return an areal.training.objectives.TokenLoss"),
+        ("returns_a_tensor", "returned a value of type Tensor: return an areal.training.TokenLoss"),
         ("returns_a_mean", "returned a loss of shape []: return one value for each token, [3]"),
         ("returns_numbers", "returned a clipped of torch.float32: return a bool tensor"),
         ("returns_a_list", "returned a clipped of type list"),

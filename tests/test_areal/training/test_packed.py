@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,21 +11,19 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from areal.extensions.selftest import references
 from areal.samples.trajectory import Group, Trajectory
-from areal.training import packed
-from areal.training.head import linear_logprobs
-from areal.training.packed import (
+from areal.training import attention as attention_file
+from areal.training.attention import (
     PACKED_FLEX,
     PACKED_SDPA,
-    FlatBatch,
     _compiled_flex,
     attention_kwargs,
     block_mask,
     choose_attention,
-    empty_row,
-    pack,
     packed_flex,
     packed_sdpa,
 )
+from areal.training.head import linear_logprobs
+from areal.training.packed import FlatBatch, empty_row, pack
 
 CPU = torch.device("cpu")
 
@@ -62,9 +61,29 @@ def test_a_row_has_the_sampled_tokens_and_the_places_that_predict_them():
     assert row.lengths == [2, 4]
     assert row.targets.tolist() == [31, 21, 23]
     assert row.predicts.tolist() == [0, 2, 4]
-    assert row.versions.tolist() == [2, 4, 4]
+    row.set_columns(flat.columns)
+    assert row.columns["versions"].tolist() == [2, 4, 4]
     assert row.batch_index.tolist() == [9, 5, 7]
     assert row.sequence.tolist() == [0, 1, 1]
+
+
+def test_a_sample_without_a_column_has_what_the_declaration_says_and_inputs_of_the_model_stay_apart():
+    with_returns = replace(trajectory(10, [-1, 3, 3], 1.0), returns=[0.0, 2.0, 3.0], pictures=np.zeros((3, 16)))
+    groups = [Group("a", 0, (with_returns, trajectory(20, [-1, 4], 0.5)))]
+    flat = FlatBatch.of(groups, minibatches=1)
+    assert flat.columns["returns"].tolist() == [0, 2, 3, 0.5, 0.5]
+    assert flat.columns.keys() == {"tokens", "logprobs", "versions", "returns"}
+    row = pack(flat, flat.trained(None), [1, 0], CPU)
+    row.set_columns(flat.columns)
+    assert row.columns["returns"].tolist() == [0.5, 2, 3] and row.columns["returns"].dtype == torch.float32
+
+
+def test_a_batch_is_the_same_after_its_way_as_arrays():
+    flat = batch()
+    again = FlatBatch.of_arrays(flat.arrays())
+    assert again.arrays().keys() == flat.arrays().keys() >= {"columns.tokens", "lengths"}
+    for name, array in flat.arrays().items():
+        np.testing.assert_array_equal(again.arrays()[name], array)
 
 
 def test_tokens_that_are_too_old_are_not_trained():
@@ -175,7 +194,7 @@ def logps_alone(model, flat):
     model.set_attn_implementation("eager")
     results = []
     for tokens, versions in zip(
-        *(np.split(a, flat.lengths.cumsum()[:-1]) for a in (flat.tokens, flat.versions)), strict=True
+        *(np.split(a, flat.lengths.cumsum()[:-1]) for a in (flat.tokens, flat.columns["versions"])), strict=True
     ):
         tokens = torch.from_numpy(tokens).long()
         logps = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
@@ -219,9 +238,9 @@ def test_flex_attention_sees_the_same_tree(model, groups):
 @pytest.mark.parametrize("T", [13, 127])
 def test_short_rows_do_not_take_the_kernel_for_decoding_which_lacks_their_shapes(monkeypatch, T):
     kernels = []
-    monkeypatch.setattr(packed, "flex_attention", lambda query, *_, **options: kernels.append(options) or query)
+    monkeypatch.setattr(attention_file, "flex_attention", lambda query, *_, **options: kernels.append(options) or query)
     query, row = torch.randn(1, 8, T, 16), empty_row(CPU, T)
-    packed.packed_flex(None, query, query[:, :2], query[:, :2], None, **attention_kwargs(row, PACKED_FLEX))
+    packed_flex(None, query, query[:, :2], query[:, :2], None, **attention_kwargs(row, PACKED_FLEX))
     assert kernels[0]["kernel_options"] == {"BACKEND": "TRITON"}
 
 
@@ -254,7 +273,7 @@ def test_flex_attention_stays_compiled_for_a_policy_its_reference_and_ranks_that
 
 
 def test_flex_attention_never_goes_on_uncompiled(monkeypatch):
-    monkeypatch.setattr(packed, "FLEX_GRAPHS", 2)
+    monkeypatch.setattr(attention_file, "FLEX_GRAPHS", 2)
     attend = compiled_flex(monkeypatch)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         attend_to_rows(attend, 8, 2)
@@ -307,7 +326,7 @@ def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, wind
     )
     q, k, v = torch.randn(3, 1, 2, row.tokens.shape[1], 4, generator=make, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
+        patch.setattr(attention_file, "QUERIES_AT_ONCE", at_once)
         out = attend(attention, q, k[:, :1], v[:, :1], row, sliding_window=window)
     torch.testing.assert_close(out, references.attention(q, k[:, :1], v[:, :1], row, window))
 
@@ -347,7 +366,7 @@ def test_softcapping_sinks_and_chunks_are_those_of_each_path_alone_in_any_tree(
     *qkv, sinks = inputs
     function, about = {PACKED_SDPA: packed_sdpa, PACKED_FLEX: packed_flex}[attention], attention_kwargs(row, attention)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
+        patch.setattr(attention_file, "QUERIES_AT_ONCE", at_once)
         patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
         out, _ = function(layer, *qkv, None, scaling=0.3, softcap=1.5, s_aux=sinks, sliding_window=window, **about)
     exact = exact_attention(*qkv, row, cap=1.5, sinks=sinks, chunk=T if window else chunk, window=window)

@@ -93,7 +93,7 @@ def exact_gradients(folder, batch, routing, sparse, *, prefix_tree):
     model.config._experts_implementation = "eager"
     ends = flat.lengths.cumsum()
     routes_of = {
-        flat.tokens[end - length : end].tobytes(): flat.routes[end - length : end]
+        flat.tokens[end - length : end].tobytes(): flat.inputs["routes"][end - length : end]
         for end, length in zip(ends, flat.lengths, strict=True)
     }
     forward = model.forward
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_each_branch_alone_with_the_experts_of_sampling(t
     engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0)
     _, gradients = step_and_gradients(engine, batch)
     engine.close()
-    expected = exact_gradients(folder, batch, routing, sparse, prefix_tree=engine._prefix_tree)
+    expected = exact_gradients(folder, batch, routing, sparse, prefix_tree=engine.passes.prefix_tree)
     assert_same_gradients(gradients, expected)
     routers = [name for name in gradients if name.endswith(("gate.weight", "router.weight"))]
     assert all(gradients[name].abs().max() > 1e-3 for name in routers), "the router has its gradient"
@@ -177,10 +177,10 @@ def trajectory(length, prompt, *, tokens=None, routes=None):
 def test_the_pass_at_a_token_has_the_routes_of_the_token_that_it_sampled():
     routes = np.array([[0, 0], [0, 0], [1, 2], [3, 1], [0, 2]], np.uint8)
     flat = FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=routes),))], minibatches=1)
-    assert flat.routes.tolist() == [[0, 0], [1, 2], [3, 1], [0, 2], [0, 0]]
+    assert flat.inputs["routes"].tolist() == [[0, 0], [1, 2], [3, 1], [0, 2], [0, 0]]
     row = pack(flat, flat.trained(None), [0], torch.device("cpu"))
-    assert row.routes.tolist() == flat.routes.tolist()
-    assert row.filled(2).routes.tolist() == [*flat.routes.tolist(), [0, 0], [0, 0]]
+    assert row.inputs["routes"].tolist() == flat.inputs["routes"].tolist()
+    assert row.filled(2).inputs["routes"].tolist() == [*flat.inputs["routes"].tolist(), [0, 0], [0, 0]]
     with pytest.raises(ValueError, match="only 1 of 2 sequences have routes"):
         FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=routes), trajectory(5, 2)))], minibatches=1)
 
@@ -194,7 +194,7 @@ def test_a_prefix_is_shared_up_to_the_first_pass_that_took_other_experts():
     assert flat.shared.tolist() == [0, 3, 1], "their last common pass took other experts"
     row = pack(flat, flat.trained(None), range(3), torch.device("cpu"))
     assert row.tokens.tolist() == [[5, 6, 7, 8, 1, 8, 2, 6, 7, 9, 3]]
-    assert row.routes[:, 0].tolist() == [0, 1, 2, 4, 0, 5, 0, 0, 2, 4, 0]
+    assert row.inputs["routes"][:, 0].tolist() == [0, 1, 2, 4, 0, 5, 0, 0, 2, 4, 0]
 
 
 def test_a_branch_has_the_routes_of_the_tokens_that_it_shares():
@@ -204,7 +204,7 @@ def test_a_branch_has_the_routes_of_the_tokens_that_it_shares():
         [5, 6, 7, 8, 9, 1], np.zeros(6), [-1, -1, 3, 3, -1, 3], 0.0, "stop", (Branch(0, 4), Branch(3, 2)), routes=routes
     )
     flat = FlatBatch.of([Group("0", 0, (sample,))], minibatches=1, prefix_tree=True)
-    assert flat.routes.tolist() == [[0, 0], [1, 2], [2, 3], [0, 0], [0, 0], [1, 2], [2, 3], [4, 5], [0, 0]]
+    assert flat.inputs["routes"].tolist() == [[0, 0], [1, 2], [2, 3], [0, 0], [0, 0], [1, 2], [2, 3], [4, 5], [0, 0]]
     assert flat.shared.tolist() == [0, 3]
 
 

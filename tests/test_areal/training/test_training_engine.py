@@ -61,7 +61,7 @@ def packed_logprobs(engine, batch):
     flat = FlatBatch.of(batch, minibatches=1)
     row = pack(flat, flat.trained(None), range(len(flat.lengths)), engine.device)
     with torch.no_grad():
-        return engine._forward(row, TEMPERATURE)[0]
+        return engine.passes.forward(engine._deepspeed, row, TEMPERATURE)[0]
 
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone(engine_of, folder):

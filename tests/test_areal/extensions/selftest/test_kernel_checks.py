@@ -10,7 +10,7 @@ from areal.config.trainer_section import TrainerConfig
 from areal.extensions.selftest import kernel_checks as kernels
 from areal.extensions.selftest.findings import SHARE
 from areal.extensions.selftest.synthetic import TINY
-from areal.training import head, packed
+from areal.training import attention, head, packed
 
 CPU = torch.device("cpu")
 SIZES = AutoConfig.for_model(**TINY)
@@ -30,9 +30,9 @@ def small_parts(monkeypatch):
 @pytest.fixture
 def attend(monkeypatch):
     """Replace the attention for a test."""
-    yield lambda wrong: monkeypatch.setattr(packed, "packed_sdpa", wrong)
+    yield lambda wrong: monkeypatch.setattr(attention, "packed_sdpa", wrong)
     monkeypatch.undo()
-    packed.choose_attention("float32")  # registers the right one again
+    attention.choose_attention("float32")  # registers the right one again
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def sees_the_future(module, query, key, value, attention_mask, *, row, mask, sca
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
 
 
-packed_sdpa = packed.packed_sdpa
+packed_sdpa = attention.packed_sdpa
 
 
 @pytest.mark.parametrize("dtype", FAULTY)

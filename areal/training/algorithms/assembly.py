@@ -1,0 +1,34 @@
+"""The algorithm that the configuration describes: a policy gradient, and what is put around it."""
+
+from dataclasses import replace
+
+from areal.config.trainer_section import TrainerConfig
+from areal.training.algorithms.algorithm import Algorithm, Outputs
+from areal.training.algorithms.critic import with_critic
+from areal.training.algorithms.distillation import with_teacher
+from areal.training.algorithms.reference import with_reference
+from areal.training.algorithms.token_loss import TokenLoss, interpolated_proximal
+from areal.training.packed import PackedRow
+
+
+def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> Algorithm:
+    """The algorithm of a configuration. policy: its `policy_gradient`. vocabulary: how many tokens the policy has."""
+    algorithm, recompute = policy, config.proximal == "recompute"
+    if config.critic:
+        algorithm = with_critic(algorithm, config.critic)
+    if config.kl_coef:  # around the critic, which takes penalties into its estimates
+        algorithm = with_reference(algorithm, config)
+    if config.teacher:
+        algorithm = with_teacher(algorithm, config, vocabulary)
+
+    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+        columns = row.columns
+        if not recompute:
+            columns["proximal"] = interpolated_proximal(outputs.logp, columns["logprobs"], columns["staleness"])
+        elif "proximal" not in columns:  # before the first optimizer step the policy is the proximal one
+            columns["proximal"] = outputs.logp.detach()
+        out = algorithm.loss(outputs, row)
+        return replace(out, loss=out.loss - config.entropy_coef * outputs.entropy) if config.entropy_coef else out
+
+    needs = {**algorithm.needs, **({"proximal": "trainer.proximal"} if recompute else {})}
+    return replace(algorithm, loss=loss, needs=needs)

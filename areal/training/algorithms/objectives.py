@@ -1,0 +1,94 @@
+"""The objectives by their names in the configuration, and the rehearsal of a user's own.
+
+A user's own objective is given in `trainer.objective` as `package.module:function`. The settings that belong to a named
+objective are in `OBJECTIVE_SETTINGS` of the configuration. docs/objectives.md lists all of this in one table.
+"""
+
+import torch
+from torch import Tensor
+
+from areal.base import extensions
+from areal.base.errors import UserError, explain
+from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.training.algorithms.cispo import cispo
+from areal.training.algorithms.decoupled_ppo import decoupled_ppo, ppo
+from areal.training.algorithms.dppo import dppo, dppo_kl
+from areal.training.algorithms.gspo import gmpo, gspo
+from areal.training.algorithms.m2po import kept_tokens, m2po
+from areal.training.algorithms.sapo import sapo
+from areal.training.algorithms.token_loss import Objective, TokenLoss, Tokens
+from areal.training.algorithms.vespo import vespo
+
+LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
+LOSSES |= {"ppo": ppo, "gspo": gspo, "luspo": gspo, "gmpo": gmpo, "cispo": cispo, "m2po": m2po}
+LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo}
+"""The objectives by their name in the configuration. Those with the same function differ in their settings."""
+
+MASKS = {"m2po": kept_tokens}
+"""Of the objectives with a mask over the whole minibatch: which tokens it keeps."""
+
+
+def objective_of(name: str) -> Objective:
+    """The objective named `name` in `trainer.objective`.
+
+    Raises UserError if the user's own objective does not load or is not a function.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    function = extensions.find("objective", name, "The objective")
+    if not callable(function):
+        raise UserError(f"The objective {name!r} is of type {type(function).__name__}: name a function.")
+    return function
+
+
+def rehearse(config: TrainerConfig) -> Objective:
+    """The objective of `config`, after test calls on three tokens, of equal and other policies, and on none.
+
+    A rank without work has empty micro-batches. Raises UserError if the objective does not load, raises, or does not
+    return a `TokenLoss` as that class describes it, or one with values or gradients that are not finite.
+    """
+    objective = objective_of(config.objective)
+    for size, gap in ((3, 0.1), (3, 0.0), (0, 0.0)):
+        logp = torch.linspace(-1.0, -2.0, size, requires_grad=True)
+        sequence = torch.arange(size) // 2
+        tokens = Tokens(
+            logp, logp.detach() - gap, logp.detach() + gap, torch.linspace(-1.0, 1.0, size), sequence, entropy=-logp
+        )
+        same = " that all policies find equally likely" if size and not gap else ""
+        called = f"The objective {config.objective!r}, called on {size} tokens{same},"
+        # The user's own code may raise anything.
+        with explain(
+            Exception,
+            f"{called} raised {{why}}. It takes (areal.training.Tokens, TrainerConfig).",
+        ):
+            out = objective(tokens, config)
+        if flaw := _flaw(out, size) or _flaw_of_values(out.loss, logp):
+            raise UserError(f"{called} {flaw}.")
+    return objective
+
+
+def _flaw(out: object, size: int) -> str | None:
+    if not isinstance(out, TokenLoss):
+        return f"returned a value of type {type(out).__name__}: return an areal.training.TokenLoss"
+    for name, value, kind in (("loss", out.loss, "floating-point"), ("clipped", out.clipped, "bool")):
+        if not isinstance(value, Tensor):
+            return f"returned a {name} of type {type(value).__name__}: return a {kind} tensor [{size}]"
+        if value.shape != (size,):
+            return f"returned a {name} of shape {list(value.shape)}: return one value for each token, [{size}]"
+    if out.clipped.dtype != torch.bool:
+        return f"returned a clipped of {out.clipped.dtype}: return a bool tensor"
+    if not out.loss.requires_grad:
+        return "returned a loss without gradient: it must depend on tokens.logp, not detached"
+    return None
+
+
+def _flaw_of_values(loss: Tensor, logp: Tensor) -> str | None:
+    try:
+        (gradient,) = torch.autograd.grad(loss.sum(), logp, allow_unused=True)
+    except RuntimeError as error:
+        return f"returned a loss without a gradient for tokens.logp ({' '.join(str(error).split())})"
+    for name, values in (("loss", loss), ("gradient", gradient)):
+        if values is not None and not values.isfinite().all():
+            shown = ", ".join(f"{value:g}" for value in values.tolist())
+            return f"has a {name} that is not finite, [{shown}]: look for a division by 0 or a logarithm of 0 in it"
+    return None

@@ -1,0 +1,135 @@
+"""Packed rows through a model: which rows it can take, how sequences become such rows, and the pass itself."""
+
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.base.errors import UserError, explain
+from areal.config.trainer_section import TrainerConfig
+from areal.training.attention import FLASH, compile_layers, row_inputs
+from areal.training.flops import experts_of
+from areal.training.frozen_tower import FrozenTower
+from areal.training.head import Head
+from areal.training.microbatches import fixed_number, split_over_ranks
+from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
+from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
+from areal.training.routes import RouteReplay
+from areal.training.ulysses import RowPart, SequenceGroup
+
+log = structlog.get_logger()
+
+
+class Passes:
+    """The passes of one rank.
+
+    attention: the name in transformers of the attention function. together: the ranks that compute each row together.
+    replay: of the policy's experts; None: routers choose them.
+    prefix_tree, one_a_row: whether a row is a prefix tree, and whether it holds a single sequence; `fit` finds it out.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        attention: str,
+        together: SequenceGroup,
+        device: torch.device,
+        replay: RouteReplay | None = None,
+    ) -> None:
+        self._config, self._attention, self._together, self._device = config, attention, together, device
+        self._replay = replay
+        self.tower: FrozenTower | None = None  # until a batch has pictures
+        self.prefix_tree = config.prefix_tree and attention != FLASH  # flash attention takes no mask
+        self.one_a_row = False
+
+    def fit(self, module: Any, head: Head, longest: int | None) -> None:
+        """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
+
+        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. longest: tokens of a
+        sequence; None: the model's limit. Raises UserError.
+        """
+        vocabulary: int = module.config.get_text_config().vocab_size
+        kinds = (True, False) if self.prefix_tree else (False,)
+        windows: list[int | None] = []
+        causes = AssertionError, NotImplementedError, TypeError, ValueError
+        with explain(causes, f"{head} cannot be trained: its forward pass failed on a packed row: {{why}}."):
+            inputs = row_inputs(empty_row(self._device), self._attention)
+            head.measure(module, **inputs, note_window=windows.append)
+            if missing := what_is_missing(module, windows, longest):
+                raise UserError(f"{head} cannot be trained: {missing}.")
+
+            def forward(row: PackedRow) -> tuple[Tensor, ...]:
+                return self._compute(module, row, row, 1.0)
+
+            arguments = forward, head.embeddings, vocabulary, self._device
+            prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
+            if self._together.size > 1:
+                self._check_divided(module, head, vocabulary)
+        self.prefix_tree, self.one_a_row = bool(prefix_tree), self.one_a_row or prefix_tree is None
+        if self.one_a_row and self._config.microbatches:
+            raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
+        if dist.get_rank() == 0:
+            rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
+            settings = {key: getattr(self._config, key) for key in ("dtype", "gradient_checkpointing")}
+            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
+
+    def _check_divided(self, module: Any, head: Head, vocabulary: int) -> None:
+        """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
+        if not only_attention_mixes(
+            lambda row: self._compute(module, row, row, 1.0, muted=True), head.embeddings, vocabulary, self._device
+        ):
+            raise UserError(
+                f"{head} cannot be trained with trainer.sequence_parallel={self._together.size}: not only attention "
+                f"mixes the tokens of a sequence in it, so set trainer.sequence_parallel=1."
+            )
+        with torch.no_grad():
+            self.forward(module, empty_row(self._device), 1.0)
+
+    def compile(self, module: Any, head: Head) -> None:
+        """Have torch compile the layers of `module`. Raises UserError for a model of which that is not possible."""
+        if self.one_a_row or any(experts_of(module.config.get_text_config())):
+            raise UserError(f"{head} has layers that mix tokens, or experts: leave out trainer.compile.")
+        compile_layers(module, self._attention)
+
+    def rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
+        """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
+        if self._config.microbatches:
+            minibatches = len(np.unique(batch.minibatch[members]))
+            groups = fixed_number(len(members), self._together.count, self._config.microbatches * minibatches)
+        else:
+            groups = split_over_ranks(
+                batch.lengths[members].tolist(),
+                self._together.count,
+                1 if self.one_a_row else self._config.max_tokens_per_microbatch,
+                batch.shared[members].tolist(),
+            )
+        return [pack(batch, trained, members[row].tolist(), self._device) for row in groups[self._together.number]]
+
+    def forward(self, module: Any, row: PackedRow, temperature: float) -> tuple[Tensor, ...]:
+        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
+        [S] each (all ranks)."""
+        if self._together.size == 1:
+            return self._compute(module, row, row, temperature)
+        part = self._together.part(row)
+        part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
+        return self._together.join(part, self._compute(module, part, part.row, temperature, **part_inputs))
+
+    def _compute(
+        self, module: Any, what: PackedRow | RowPart, row: PackedRow, temperature: float, **inputs: Any
+    ) -> tuple[Tensor, ...]:
+        """What the model gives for `what`: `row` or this rank's part. inputs: in place of the row's, or beside them."""
+        if self._replay:
+            self._replay.follow(what.inputs.get("routes"))
+        if self.tower:
+            self.tower.follow(row)
+        outputs: tuple[Tensor, ...] = module(
+            **row_inputs(row, self._attention) | inputs,
+            predicts=what.predicts,
+            distribution=what.distribution,
+            targets=what.targets,
+            temperature=temperature,
+        )
+        return outputs
