@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +65,12 @@ def environment() -> dict[str, str]:
 def typed(script: str, words: list[str], folder: Path, timeout: float = 280.0) -> None:
     """The script is run with `--quick`. Files that the words name are in `folder`."""
     command = [sys.executable, str(ROOT / script), *words, "--quick"]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=timeout)
+    process = subprocess.Popen(command, cwd=folder, env=environment(), start_new_session=True)
+    try:
+        assert process.wait(timeout) == 0, command
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a run of it that is left
 
 
 def test_every_script_that_is_named_starts_and_knows_its_options(tmp_path):
