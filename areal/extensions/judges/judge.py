@@ -7,7 +7,6 @@ cannot read, and an address that does not answer, is a failed sample, never a sc
 """
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from areal.config import validated
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import is_in_run
 from areal.config.section import Section, template_conflicts
+from areal.extensions.judges import verdict_reading
 from areal.rewards.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ Compare the responses to the request below. {_REQUEST}\
 {{% endfor %}}Reason briefly, then end with a line that has only a list of all numbers, the best response first, such \
 as [2, 1, 3]."""
 _LIST = re.compile(r"\[[^\[\]]*\]")
-# In 8/10 or "8 out of 10" the first number is the verdict.
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?")
 V = TypeVar("V")
 Answer = Callable[[str], Awaitable[tuple[str, int, bool]]]
 """A model's answer to a text, how many tokens both have, and whether it was cut at `max_tokens`. Raises RewardError."""
@@ -150,6 +148,8 @@ class Judge:
         else:
             client = client_of(self.options.url, self.options.api_key, self.options.retries)
             request = {"model": self.options.model, "max_tokens": self.options.max_tokens, **sampling}
+            if "max_completion_tokens" in sampling:  # the newer models of OpenAI refuse max_tokens
+                del request["max_tokens"]
             self.answer = partial(_ask_server, client, request)
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
@@ -172,23 +172,15 @@ class Judge:
         return verdict, tokens
 
     def _number(self, text: str) -> float | None:
-        numbers = _NUMBER.findall(text)
-        return self._scaled(float(numbers[-1])) if numbers else None
+        number = verdict_reading.number_in(text)
+        return None if number is None else self._scaled(number)
 
     def _choice(self, text: str) -> float | None:
-        words = "|".join(sorted(map(re.escape, self.options.choices), key=len, reverse=True))
-        choices = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text)
-        return float(self.options.choices[choices[-1]]) if choices else None
+        choice = verdict_reading.choice_in(text, self.options.choices)
+        return None if choice is None else float(self.options.choices[choice])
 
     def _json(self, text: str) -> float | None:
-        """The last object that can be read, from each brace on."""
-        decoder, value = json.JSONDecoder(), None
-        for brace in re.finditer(r"\{", text):
-            try:
-                verdict, _ = decoder.raw_decode(text[brace.start() :])
-            except ValueError:
-                continue
-            value = verdict.get(self.options.field, value)
+        value = verdict_reading.field_in(text, self.options.field)
         return None if value is None else self._scaled(as_score(value))
 
     def _scaled(self, value: float) -> float | None:

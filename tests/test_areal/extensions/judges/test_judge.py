@@ -65,12 +65,34 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
         ("11", {}, None),
         ("ABBA", CHOICES, None),
         ('{"score": ', {"verdict": "json"}, None),
+        ('It says "score: 10". It is wrong.\n0', {}, 0.0),
+        ("Well written.\n9,5", {}, 0.95),
+        ("Score: **8**/10", {}, 0.8),
+        ("Score: 3 (from 0 to 10)", {}, 0.3),
+        ("9 (out of 10)", {}, 0.9),
+        ("Score: 2\nConfidence: 9", {}, 0.2),
+        ("<think>maybe 9</think>\n4", {}, 0.4),
+        ("<think>maybe 9, or 10", {}, None),
+        ("1. Good\n2. Clear\nFinal: 8", {}, 0.8),
+        ("It has 3 of 5 parts.", {}, None),
+        ("90%", {}, None),
+        ("10-1", {}, None),
+        ("Verdict: A. none is better than AB.", CHOICES, 1.0),
+        ("A (the scale is A, AB, none)", CHOICES, 1.0),
+        ("This is not AB.", CHOICES, None),
+        ("NOT GOOD", {"verdict": "choice", "choices": {"GOOD": 1, "POOR": 0}}, None),
+        ("good", {"verdict": "choice", "choices": {"GOOD": 1, "POOR": 0}}, 1.0),
+        ('{"score": 9, "criteria": [{"score": 1}, {"score": 2}]}', {"verdict": "json"}, 0.9),
+        ('{"criteria": [{"score": 1}], "score": 9}', {"verdict": "json"}, 0.9),
+        ('{"score": 9, "criteria": [{"score": 1},', {"verdict": "json"}, None),
+        ('{"Score": "8/10"}', {"verdict": "json"}, 0.8),
+        ('{"score": NaN}', {"verdict": "json"}, None),
     ],
 )
 async def test_a_verdict_is_read_by_its_rule_and_one_that_cannot_be_read_is_no_score(text, options, score):
     async with judge(text, **options) as (reward, _):
         if score is None:
-            with pytest.raises(RewardError, match="no verdict"):
+            with pytest.raises(RewardError, match="no verdict|not a finite number"):
                 await reward.function("p", "c", {})
         else:
             assert (await reward.function("p", "c", {})) == (pytest.approx(score), {"tokens": 100})

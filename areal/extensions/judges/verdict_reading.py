@@ -1,0 +1,74 @@
+"""Reads the verdict of a judge in its answer: a number, a choice, or a field of JSON.
+
+A line that has nothing but a verdict counts, and its last one if there are several; so does what follows `Score:` or
+another name of a verdict at the beginning of a line. Without such a line, the answer has to end with a number or a
+choice, or have only one. An answer that can be read in two ways has no verdict: None.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_NAME = r"(?:(?:my|the|final|overall|total)\s+)*(?:score|verdict|rating|grade|mark|judge?ment|answer|final)"
+_BEGIN = rf"^[\W_]*(?:{_NAME}\b[\W_]*(?:is\b[\W_]*)?)"
+_DIGITS = r"(?<![\w.,-])(-?\d+(?:[.,]\d+)?(?:[eE]\d+)?)(?![\w%]|\s*%|[.,]\d|-\d)"
+# In 8/10 or "8 out of 10" the first number is the verdict.
+_NUMBER = rf"{_DIGITS}(?:\s*\**\s*(?:/|(?:\(\s*)?out of)\s*\d+(?:[.,]\d+)?)?"
+_END = r"(?=[^\w\n]*(?:\(.*)?$)"
+_NUMBER_LINE = re.compile(rf"(?:{_BEGIN}|^[\W_]*?){_NUMBER}{_END}", re.MULTILINE | re.IGNORECASE)
+_ANY_NUMBER = re.compile(_NUMBER, re.IGNORECASE)
+_LAST_NUMBER = re.compile(rf"{_NUMBER}\W*\Z", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:\b(?:not|no|never|neither|nor|cannot)|n['’]t)\s+(?:\w+\s+)?[\W_]*\Z", re.IGNORECASE)
+
+
+def number_in(text: str) -> float | None:
+    """The number that an answer gives as its verdict."""
+    text = _THINKING.sub("", text)
+    numbers = _NUMBER_LINE.findall(text)[-1:] or _LAST_NUMBER.findall(text)
+    numbers = numbers or list(dict.fromkeys(_ANY_NUMBER.findall(text)))
+    return float(numbers[0].replace(",", ".")) if len(numbers) == 1 else None
+
+
+def choice_in(text: str, choices: Iterable[str]) -> str | None:
+    """The choice that an answer gives as its verdict. In a line of its own a choice may be in any case."""
+    text = _THINKING.sub("", text)
+    by_name = {choice.casefold(): choice for choice in choices}
+    words = "|".join(sorted(map(re.escape, choices), key=len, reverse=True))
+    alone = re.compile(rf"^[\W_]*?(?<!\w)({words})(?!\w){_END}", re.MULTILINE | re.IGNORECASE)
+    named = re.compile(rf"{_BEGIN}(?<!\w)({words})(?!\w)", re.MULTILINE | re.IGNORECASE)
+    if lines := sorted([*alone.finditer(text), *named.finditer(text)], key=lambda match: match.start(1)):
+        return by_name.get(lines[-1][1].casefold())
+    matches = [*re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)]
+    if matches and not re.search(r"\w", text[matches[-1].end() :]):
+        matches = matches[-1:]
+    is_one = len({match[0] for match in matches}) == 1
+    return matches[0][0] if is_one and not any(_NEGATED.search(text[: match.start()]) for match in matches) else None
+
+
+def field_in(text: str, field: str) -> Any:
+    """The value of a field in the last object that stands in an answer by itself, not in another object. None: none."""
+    text, start, value = _THINKING.sub("", text), 0, None
+    while (start := text.find("{", start)) >= 0:
+        try:
+            read, start = json.JSONDecoder().raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            if not text[error.pos :].strip():  # it is cut: what it has in it is no verdict
+                return None
+            start += 1
+            continue
+        except RecursionError:
+            return None
+        value = _of_any_case(read, field, value)
+    return number_of(value) if isinstance(value, str) else value
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text is, or its share of another number: "8", "8/10"."""
+    match = _ANY_NUMBER.fullmatch(text.strip())
+    return float(match[1].replace(",", ".")) if match else None
+
+
+def _of_any_case(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    return next((value for key, value in fields.items() if key.casefold() == name.casefold()), default)
