@@ -19,13 +19,15 @@ from typing import Any
 
 import psutil
 
-from areal.config import Config
-from areal.data.rows import Prompt, prompt_text
-from areal.rewards.functions import resolve
-
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests"))  # what benchmarks share with tests
+# What run.py beside them imports, even where another clone is installed; and what benchmarks share with tests.
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+
 from support.networks import find_free_port  # noqa: E402
+
+from areal.config import Config  # noqa: E402
+from areal.data.rows import Prompt, prompt_text  # noqa: E402
+from areal.rewards.functions import resolve  # noqa: E402
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.
