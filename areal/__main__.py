@@ -73,9 +73,8 @@ def command_line() -> ArgumentParser:
         "list the workflows, rewards, ... that there are, and where they come from",
     )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='in bash: eval "$(areal completion bash)"')
-    for entry in extensions.own_entries().values():
-        if entry.kind == "commands":
-            entry.load()(RoomTools(entry.target.rpartition(".")[0], parsers))
+    for declare in extensions.find_own("commands"):
+        declare(RoomTools(declare.__module__.rpartition(".")[0], parsers))
     return parser
 
 

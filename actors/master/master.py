@@ -45,12 +45,12 @@ from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.models import digests_of
-from areal.observe.tracking import flat
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
+from areal.storage.records import flat
 from protocols.addresses import host_of, is_loopback
 from protocols.bus_errors import ForgedError, MalformedError, PreparingError, RefusedError, text_of
 from protocols.messages import (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.start.row_checks import check_prompts, check_rows
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, tied
 from areal.config import Config
@@ -37,7 +38,6 @@ from areal.models import (
     routing_of,
     weight_sizes,
 )
-from areal.observe import tracking
 from areal.rewards import functions as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
 from areal.samples.vision import packages_of_vision
@@ -108,7 +108,8 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
             f"{config.trainer.sequence_parallel}: make trainer.ranks a multiple of it."
         )
     check_port(config.master.address)
-    tracking.check(config.observe)
+    for tracker in extensions.find_own("tracker"):
+        tracker.check(config.observe)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
     check_code(config)

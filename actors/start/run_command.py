@@ -345,16 +345,18 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
     from actors.runtime.bound_addresses import open_network
     from actors.runtime.logs import configure_logging
     from actors.start.preflight import check_port
-    from areal.observe import tracking
     from protocols.addresses import host_of
 
     configure_logging("master/0")
     check_port(config.master.address)
-    tracking.check(config.observe)
+    trackers = extensions.find_own("tracker")
+    for tracker in trackers:
+        tracker.check(config.observe)
     network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
     config, source = uvloop.run(prepare(config))
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
-    record, tracker = open_record(config, source), tracking.start(config)
+    record = open_record(config, source)
+    tracking = [process for tracker in trackers if (process := tracker.begin(config))]
     serving = serve(config, network, *record, source)
     del source  # the master keeps the rows only if its sampler needs them
     try:
@@ -367,8 +369,8 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
         structlog.get_logger().exception("failed")
         return 4
     finally:
-        if tracker:
-            tracker.finish()
+        for process in tracking:
+            process.finish()
     if not ending.ok:
         print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1

@@ -12,6 +12,7 @@
 | `objective` | an objective (`areal.training.algorithms.objectives`) |
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
 | `role` | the class of a role |
+| `tracker` | a class that follows a run (`areal.extensions.trackers.tracking`), of this project alone |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its
@@ -114,6 +115,11 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
         f"there is no {kind} {name!r}: name one of {', '.join(names(kind))}, or your own as package.module:object or "
         f"path/to/file.py:object"
     )
+
+
+def find_own(kind: str) -> list[Any]:
+    """The objects of all entries of this project of this kind."""
+    return [entry.load() for entry in own_entries().values() if entry.kind == kind]
 
 
 def print_entries(options: Any) -> None:

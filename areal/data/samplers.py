@@ -54,5 +54,5 @@ def _make(name: str, options: Mapping[str, Any]) -> Choose:
     with explain(
         (TypeError, ValueError), f"data.sampler {name!r}: {{why}}: correct data.sampler_options, {dict(options)}"
     ):
-        made: Any = target(**options)
-    return made
+        sampler: Any = target(**options)
+    return sampler

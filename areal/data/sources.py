@@ -338,9 +338,9 @@ def _key(prompt: Any) -> str:
 
 
 def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Draw:
-    prefix, colon, rest = name.partition(":")
+    prefix, colon, name_there = name.partition(":")
     if entry := extensions.entry("source", prefix + colon):
-        return _opened(entry.load("data.source"), config, rest, options, seed, what)
+        return _opened(entry.load("data.source"), config, name_there, options, seed, what)
     if not name.startswith("hf:") and (kind := kind_of(name)):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")

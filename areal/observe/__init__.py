@@ -1,5 +1,5 @@
-"""What a run says of itself: alerts, and the trackers that get its numbers.
+"""What a run says of itself: alerts.
 
-In: the metrics of the steps, and rollouts. Out: sentences for people, and records for trackers. Nothing here changes
-the run. Read `alerts.py` first.
+In: the metrics of the steps, and rollouts. Out: sentences for people. Nothing here changes the run. Read `alerts.py`
+first.
 """

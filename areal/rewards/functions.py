@@ -207,8 +207,8 @@ def _check_call(name: str, target: Any) -> None:
     except ValueError:  # not written in Python, without a signature: the first call will show
         return
     except TypeError as error:
-        more = "" if groups else ", and with tokens if it has a parameter of that name"
-        raise UserError(f"reward {name!r}: {error}: {called}{more}") from None
+        tokens = "" if groups else ", and with tokens if it has a parameter of that name"
+        raise UserError(f"reward {name!r}: {error}: {called}{tokens}") from None
     taken = [*parameters][bound:]
     if any(argument in taken and taken.index(argument) != place for place, argument in enumerate(order)):
         raise UserError(f"reward {name!r}: {called}, in this order: write its parameters so")

@@ -137,3 +137,14 @@ class NewRecords:
             records.append(record)
             self._place = place
         return records
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record. Those of an object in it are named NAME/KEY."""
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            numbers |= {f"{name}/{key}": inner for key, inner in flat(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    return numbers

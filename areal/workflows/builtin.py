@@ -141,8 +141,8 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
     """The options; those of a workflow of the table have the types of its parameters. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     signature = inspect.signature(workflow)
-    known = ", ".join([*signature.parameters][2:]) or "no options"
-    with explain(TypeError, f"{where}: {{why}}: besides a session and a row it takes {known}."):
+    option_names = ", ".join([*signature.parameters][2:]) or "no options"
+    with explain(TypeError, f"{where}: {{why}}: besides a session and a row it takes {option_names}."):
         signature.bind(None, None, **options)
     if ":" in name or not (entry := extensions.entry("workflow", name)) or entry.load() is not workflow:
         return options

@@ -31,11 +31,6 @@ def _declare_readers(tools: RoomTools) -> None:
     grafana = "print a dashboard to import into Grafana, with every curve of a step"
     tools.add("grafana", "grafana:print_dashboard", grafana)
 
-    track = tools._replace(room="areal.observe").add(
-        "track", "tracking:track", "send a run's numbers to TensorBoard and others (its master does it)"
-    )
-    track.add_argument("folder", **RUN)
-
     summary = "write rollouts of a run as a data set for TRL and others, or its model"
     add = tools.add("export", "export:export", summary).add_argument
     add("folder", **RUN)

@@ -19,10 +19,10 @@ from areal.base.errors import UserError
 from areal.base.processes import ROOT, tied
 from areal.config import load_config
 from areal.config.role_sections import ObserveConfig
-from areal.observe import tracking
-from areal.observe.tracking import Tracker, TrackingProcess, flat, open_sinks
+from areal.extensions.trackers import tracking
+from areal.extensions.trackers.tracking import Tracker, TrackingProcess, open_sinks
 from areal.storage import disk
-from areal.storage.records import line_of
+from areal.storage.records import flat, line_of
 
 
 def write(folder, *steps: int, versions=(), end: str = "\n") -> None:
@@ -171,12 +171,12 @@ def test_a_sink_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
 def test_what_is_configured_and_not_installed_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"observe.wandb is set, but wandb is not installed"):
-        tracking.check(ObserveConfig(wandb="mine"))
-    tracking.check(ObserveConfig())
+        TrackingProcess.check(ObserveConfig(wandb="mine"))
+    TrackingProcess.check(ObserveConfig())
 
 
 def test_a_process_that_cannot_be_started_is_no_failure_of_the_run(tmp_path):
-    assert tracking.start(SimpleNamespace(observe=ObserveConfig(), folder=tmp_path / "missing")) is None
+    assert TrackingProcess.begin(SimpleNamespace(observe=ObserveConfig(), folder=tmp_path / "missing")) is None
 
 
 def test_a_process_that_ends_too_early_starts_again_until_the_run_is_over(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from areal.base.processes import ROOT, LenientOutput, tied
 from areal.config import Config
 from areal.config.role_sections import ObserveConfig
 from areal.storage.disk import DiskRetry, refusal, replace, within
-from areal.storage.records import NewRecords
+from areal.storage.records import NewRecords, flat
 from areal.storage.run_files import EVALUATIONS, METRICS
 from areal.storage.run_folder import config_of_run, read_summary
 
@@ -49,28 +49,30 @@ Sink = Callable[[int, dict[str, float], float], None]
 log = structlog.get_logger()
 
 
-def check(config: ObserveConfig) -> None:
-    """Raises UserError if a tracker is configured that is not installed."""
-    for name in ("wandb", "trackio", "mlflow"):
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
-            raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
-
-
-def start(config: Config) -> "TrackingProcess | None":
-    """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
-    process cannot be started, which does not fail the run."""
-    observe = config.observe
-    if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow):
-        return None
-    try:
-        return TrackingProcess(config.folder)
-    except OSError as error:
-        log.warning("nothing is tracked", error=str(error))
-        return None
-
-
 class TrackingProcess:
     """`areal track` as a child process, started again when it ends before `finish`."""
+
+    @staticmethod
+    def check(config: ObserveConfig) -> None:
+        """Raises UserError if a tracker is configured that is not installed."""
+        for name in ("wandb", "trackio", "mlflow"):
+            if getattr(config, name) and importlib.util.find_spec(name) is None:
+                raise UserError(
+                    f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out."
+                )
+
+    @classmethod
+    def begin(cls, config: Config) -> "TrackingProcess | None":
+        """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if
+        the process cannot be started, which does not fail the run."""
+        observe = config.observe
+        if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow):
+            return None
+        try:
+            return cls(config.folder)
+        except OSError as error:
+            log.warning("nothing is tracked", error=str(error))
+            return None
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if the process cannot be started."""
@@ -168,17 +170,6 @@ class Tracker:
             except Exception as error:  # third-party code, which may raise anything
                 log.warning("a sink failed and gets no more records", sink=name, error=repr(error))
                 del self._sinks[name]
-
-
-def flat(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record. Those of an object in it are named NAME/KEY."""
-    numbers: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            numbers |= {f"{name}/{key}": inner for key, inner in flat(value).items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[name] = float(value)
-    return numbers
 
 
 def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
