@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def typed(script: str, words: list[str], folder: Path, timeout: float = 280.0) -> None:
+def typed(script: str, words: list[str], folder: Path, timeout: float = 580.0) -> None:
     """The script is run with `--quick`. Files that the words name are in `folder`."""
     command = [sys.executable, str(ROOT / script), *words, "--quick"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), start_new_session=True)
@@ -137,6 +137,7 @@ def results_of(name: str, folder: Path, model: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "keys"), [*FAST.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())]
 )
