@@ -3,7 +3,6 @@
 import difflib
 import hashlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -13,8 +12,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from safetensors import SafetensorError, safe_open
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, cache_folder, tied
@@ -36,8 +33,6 @@ TEXT_TYPES = {wrapper + suffix: text for wrapper, text in _TEXT_OF.items() for s
 # Types of models whose layers do not pass on what the trainer's attention needs of a row.
 SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
-# What config.json says otherwise when another program has copied the model.
-_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
 # Where models say how many experts they have.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
@@ -287,6 +282,13 @@ def routing_of(folder: Path) -> Routing:
     return Routing(GATES[kind], sizes["num_hidden_layers"], experts, chosen)
 
 
+def ties_head(folder: Path) -> bool | None:
+    """Whether config.json says that the head is the embeddings; None: it does not say. Raises UserError."""
+    key, facts = "tie_word_embeddings", _read_config(folder)
+    tied: bool | None = _sizes(folder).get(key, facts.get(key))
+    return tied
+
+
 def context_of(folder: Path) -> int | None:
     """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
     sizes = _sizes(folder)
@@ -355,50 +357,6 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
         )
 
 
-def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name; empty if it has none. Raises UserError."""
-    numbers: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with explain((OSError, SafetensorError), f"The model's file {file} is damaged: copy or download it again."):
-            shapes = shapes_in(file)
-        numbers |= {name: math.prod(shape) for name, shape in shapes.items()}
-    return numbers
-
-
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a safetensors file. Raises OSError, and SafetensorError if it is damaged."""
-    with safe_open(file, framework="np") as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-
-
-def digests_of(folder: Path) -> dict[str, str]:
-    """Digests of what has to be the same in all copies of a model: its configuration, the names and the sizes of its
-    weights, its tokenizer, its chat template. What the folder lacks is left out. What programs that copy a model write
-    otherwise, and the type of its numbers, do not count. Raises UserError if a file is damaged."""
-    names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
-    values = {name: _read_json(folder / name) for name in names}
-    config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
-    template, in_tokenizer = folder / "chat_template.jinja", values.get("tokenizer_config.json", {})
-    facts = {
-        "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
-        "list of weights": weight_sizes(folder),
-        "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
-        "chat template": template.read_text() if template.is_file() else in_tokenizer.get("chat_template"),
-    }
-    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items() if fact}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
-
-
-def check_same(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raises UserError if the model in a folder of this machine is not the one of a run, which has these digests."""
-    for name, digest in digests_of(folder).items():
-        if digests.get(name, digest) != digest:
-            raise UserError(
-                f"{folder} on this machine is not the model of the run, its {name} differs: copy it from the master's "
-                f"machine."
-            )
-
-
 def _sizes(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
     sizes = _read_config(folder)
@@ -407,10 +365,10 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises UserError."""
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """What a file of a model says. Raises UserError."""
     with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -456,8 +414,11 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None], weights: bool) -
 
     tell(f"it downloads {name}")
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
+    copies = ["consolidated*.safetensors", "*/*.safetensors"]  # of the same weights, for other programs
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=ReportedProgress))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies, tqdm_class=ReportedProgress)
+        )
     except (OSError, ValueError) as error:  # huggingface_hub raises both, also without a network
         first = str(error).strip().splitlines()[0]
         raise UserError(

@@ -44,13 +44,13 @@ from areal.base.secrets import without_secrets
 from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
-from areal.models import digests_of
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.records import flat
+from areal.weights.model_files import digests_of
 from protocols.addresses import host_of, is_loopback
 from protocols.bus_errors import ForgedError, MalformedError, PreparingError, RefusedError, text_of
 from protocols.messages import (

@@ -25,7 +25,7 @@ from areal.extensions.selftest.disk_checks import check_folder
 from areal.extensions.selftest.findings import Finding, judged
 from areal.storage.claim import ADDRESS
 from areal.weights.chunks import HeldVersion, Manifest
-from areal.weights.folders import WEIGHTS_FILE
+from areal.weights.model_files import WEIGHTS_FILE
 from protocols.addresses import host_of, is_loopback
 from protocols.bus_errors import BusError, PreparingError
 from protocols.messages import AskConfig, Configuration, Member, Policy

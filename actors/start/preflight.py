@@ -36,13 +36,13 @@ from areal.models import (
     resolve_model,
     resolve_reference,
     routing_of,
-    weight_sizes,
 )
 from areal.rewards import functions as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
 from areal.samples.vision import packages_of_vision
 from areal.storage.claim import can_be_made
 from areal.training.algorithms.advantages import compares_group, rehearse_estimator
+from areal.weights.model_files import model_files, weight_sizes
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
 from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
@@ -296,6 +296,8 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     check_template(config, source, tokenizer)
     if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
         raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
+    for name in model_files(folder).beside:
+        print(f"Note: {folder / name} is no part of the model there, and nobody reads it.", file=sys.stderr)
 
 
 def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None:

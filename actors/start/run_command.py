@@ -567,7 +567,7 @@ def scorer_of(config: Config, name: str) -> ScorerConfig:
 def ask_config(arguments: argparse.Namespace) -> Config:
     """The configuration of the master. Waits until the master answers. Raises UserError, also if this machine has
     another model than the run: a role that joined with it would take the place of one that has the right one."""
-    from areal.models import check_same
+    from areal.weights.model_files import check_same
     from protocols.messages import AskConfig
 
     answer = ask_master(arguments, AskConfig())

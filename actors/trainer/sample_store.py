@@ -14,8 +14,9 @@ from areal.base.errors import explain
 from areal.config import Config
 from areal.models import routing_of
 from areal.rewards.result import mean_parts
-from areal.samples.pictures import digests_in
+from areal.samples.pictures import digests_in, size_of
 from areal.samples.trajectory import Group, Note, Trajectory, samples_of
+from areal.samples.vision import pictures_in, sight_of
 from areal.storage.picture_store import PictureStore
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
@@ -87,14 +88,23 @@ class SampleStore(HandlesRequests):
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
-        if lacking := self._pictures.lacking(digests_in(trajectory.pictures)):
-            raise ValueError(f"the picture {lacking[0]} is not stored")
+        if digests := digests_in(trajectory.pictures):
+            self._check_pictures(trajectory, digests)
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
         note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
+
+    def _check_pictures(self, trajectory: Trajectory, digests: Sequence[str]) -> None:
+        """Raises ValueError if a picture is not stored, or has more or fewer placeholders than the model sees parts."""
+        if lacking := self._pictures.lacking(digests):
+            raise ValueError(f"the picture {lacking[0]} is not stored")
+        sight = sight_of(self._config.model)
+        parts = {digest: sight.tokens(*size_of(self._pictures.get(digest))) for digest in digests}
+        for sequence in trajectory.sequences():
+            pictures_in(sequence.pictures, parts)
 
     @handles(OfferPictures)
     async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:

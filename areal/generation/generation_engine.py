@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
@@ -29,7 +28,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 import setproctitle
-from safetensors import SafetensorError
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import importing
@@ -38,12 +36,12 @@ from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
-from areal.models import check_mixture, shapes_in
+from areal.models import check_mixture, ties_head
 from areal.samples.table import Finish, Generation, TokenTable
 from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import TokenScores
 from areal.samples.vision import Picture, sees, sight_of
-from areal.weights.folders import WEIGHTS_FILE, Shapes
+from areal.weights.model_files import ADAPTER_FILE, WEIGHTS_FILE, Shapes, model_files, only_model, tensors_in
 from areal.weights.wrappers import published_shapes
 
 if TYPE_CHECKING:
@@ -760,11 +758,13 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
         cpu.set_environment(config)
         cpu.check_settings(config)
     check_mixture(model, use.lora, cuda=not on_cpu)
-    vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
     failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
-    with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
-        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
-    return core, stop_tokens(model, vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
+    with only_model(model) as folder:
+        vllm_config = _checked_config(model, config, lambda: _engine_args(folder, config, use, on_cpu), on_cpu)
+        with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
+            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+        listed = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    return core, stop_tokens(model, listed)
 
 
 def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
@@ -863,19 +863,22 @@ def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
     whether the head is tied. Raises UserError if the folder does not hold a readable model."""
     if not (model / "config.json").is_file():
         raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-    if not any(model.glob("*.safetensors")):
+    with explain(OSError, f"The model in {model} cannot be read: {{why}}."):
+        shapes = model_files(model).shapes
+    if not shapes:
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
-    with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):
-        shapes = _read_shapes(model)
-        tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
-    return shapes, tied
+    tied = ties_head(model)
+    return shapes, HEAD not in shapes if tied is None else tied
 
 
 def _check_offer(folder: Path, model: _Model) -> None:
     """Raises WeightLoadError if the weights in `folder` do not fit the model."""
-    with explain((OSError, KeyError, ValueError), f"{folder} cannot be read: {{why}}", WeightLoadError):
-        shapes = _read_shapes(folder)
-    _check_shapes(shapes, model, str(folder))
+    with explain((OSError, UserError), f"{folder} cannot be read: {{why}}", WeightLoadError):
+        is_adapter = (folder / ADAPTER_FILE).is_file()
+        tensors = tensors_in(folder / ADAPTER_FILE) if is_adapter else model_files(folder).tensors
+        if not tensors:
+            raise FileNotFoundError(f"it has neither {WEIGHTS_FILE} nor {ADAPTER_FILE}")
+    _check_shapes({tensor.name: tensor.shape for tensor in tensors}, model, str(folder))
 
 
 def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
@@ -910,15 +913,6 @@ def _factors(rank: int, names: Iterable[str], weights: Shapes) -> Shapes:
         if len(shape := weights.get(f"{weight}.weight", ())) == 2:
             shapes[f"base_model.model.{weight}.lora_A.weight"] = (rank, shape[1])
             shapes[f"base_model.model.{weight}.lora_B.weight"] = (shape[0], rank)
-    return shapes
-
-
-def _read_shapes(folder: Path) -> Shapes:
-    """Tensor shapes from the headers of the safetensors files. Raises OSError, and ValueError if one is cut short."""
-    shapes: Shapes = {}
-    for path in sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]:  # raises: it is missing
-        with explain(SafetensorError, f"{path.name} is cut short, or no safetensors file ({{why}})", ValueError):
-            shapes |= shapes_in(path)
     return shapes
 
 

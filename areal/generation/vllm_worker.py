@@ -39,6 +39,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from areal.base.errors import UserError
 from areal.devices import ENGINE_CORES, settle
 from areal.weights.lora import stored_tensors
 
@@ -87,7 +88,7 @@ class PolicyWorker:
                 self._opened = stored_tensors(Path(folder))
             else:
                 self._opened = self.model_runner.lora_manager._load_adapter(LoRARequest("policy", adapter, folder))
-        except (LoRAAdapterNotFoundError, OSError, SafetensorError, ValueError) as error:
+        except (LoRAAdapterNotFoundError, OSError, SafetensorError, UserError, ValueError) as error:
             return str(error)
         return None
 

@@ -157,18 +157,18 @@ class SquareSight(Sight):
 SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
 
 
-def pictures_in(column: np.ndarray | None, views: Mapping[str, Picture]) -> tuple[list[int], list[Picture]]:
-    """Where the pictures of a sequence with this column `pictures` begin, and these. views: by their names. Raises
-    ValueError if the model sees one in more or fewer parts."""
-    places, starts, pictures = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[Picture]()
+def pictures_in(column: np.ndarray | None, parts: Mapping[str, int]) -> tuple[list[int], list[str]]:
+    """Where the pictures of a sequence with this column `pictures` begin, and their digests. parts: in how many parts
+    the model sees each. Raises ValueError if it has more or fewer placeholders."""
+    places, starts, names = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[str]()
     while column is not None and len(places):
-        picture = views[column[places[0]].tobytes().hex()]
-        run, places = places[: picture.tokens], places[picture.tokens :]
-        if run[-1] - run[0] != picture.tokens - 1 or (column[run] != column[run[0]]).any():
-            raise ValueError(f"the placeholders of the picture {picture.name} are not as many as it has parts")
+        name = column[places[0]].tobytes().hex()
+        run, places = places[: parts[name]], places[parts[name] :]
+        if run[-1] - run[0] != parts[name] - 1 or (column[run] != column[run[0]]).any():
+            raise ValueError(f"the placeholders of the picture {name} are not as many as it has parts")
         starts.append(int(run[0]))
-        pictures.append(picture)
-    return starts, pictures
+        names.append(name)
+    return starts, names
 
 
 def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:

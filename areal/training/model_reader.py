@@ -14,7 +14,8 @@ from areal.base.processes import importing
 from areal.base.text import without_code
 from areal.config.trainer_section import TrainerConfig
 from areal.training.optimizer import deepspeed_config
-from areal.weights.wrappers import arguments_for_text
+from areal.weights.model_files import model_files, only_model
+from areal.weights.wrappers import arguments_for_text, published_shapes
 
 
 def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
@@ -48,6 +49,17 @@ def _disable_noise(part: torch.nn.Module) -> None:
             setattr(part, name, 0.0)
 
 
+def _check_shapes(folder: Path) -> None:
+    """Raises UserError if a tensor has another shape than config.json describes."""
+    stored = model_files(folder).shapes
+    for name, shape in published_shapes(folder).items():
+        if stored.get(name, shape) != shape:
+            raise UserError(
+                f"The model {folder} has no {name} of the shape that its config.json describes, {list(shape)}: its is "
+                f"{list(stored[name])}."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelReader:
     """stage: of ZeRO. attention: its name in transformers. longest: tokens of a sequence; None: the model's limit."""
@@ -66,6 +78,7 @@ class ModelReader:
             from transformers import modeling_utils
             from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+        _check_shapes(folder)
         with ExitStack() as stack:
             if self.stage == 3:
                 known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))  # noqa: F841
@@ -89,20 +102,18 @@ class ModelReader:
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self.stage < 3 else None
         causes = ImportError, KeyError, OSError, SafetensorError, ValueError
         message = f"{folder} does not hold a model that transformers can load: {{why}}"
-        with explain(causes, message), without_code():
+        with explain(causes, message), without_code(), only_model(folder) as view:
             module, report = AutoModelForCausalLM.from_pretrained(
-                folder,
+                view,
                 trust_remote_code=False,
                 dtype=getattr(torch, self.config.dtype),
                 attn_implementation=self.attention,
                 device_map=place,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,
                 **arguments_for_text(folder),
             )
-        # transformers gives them random values.
-        if lacks := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-            raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")
+        if lacks := sorted(report["missing_keys"]):  # transformers gives them random values
+            raise UserError(f"The model {folder} has no {lacks[0]}, which its config.json describes.")
         for part in module.train().modules():
             _disable_noise(part)
             if "RotaryEmbedding" in type(part).__name__:

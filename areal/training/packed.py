@@ -10,7 +10,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal.samples.table import COLUMNS, NOT_SAMPLED
-from areal.samples.trajectory import Group, Trajectory, common, paths
+from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
 from areal.samples.vision import Picture, pictures_in, positions_of
 
 NO_PICTURES: Mapping[str, Picture] = {}
@@ -65,15 +65,16 @@ class FlatBatch:
         *,
         minibatches: int,
         prefix_tree: bool = False,
+        keeps_cache: bool = False,
         pictures: Mapping[str, Picture] = NO_PICTURES,
     ) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        pictures: those that the samples name. Raises ValueError if there are no groups, a sequence's first token is a
-        sampled one (no token predicts it), or only some samples have a column whose absence means nothing
-        (`Column.missing`).
+        keeps_cache: as of `_routes`. pictures: those that the samples name. Raises ValueError if there are no groups, a
+        sequence's first token is a sampled one (no token predicts it), or only some samples have a column whose absence
+        means nothing (`Column.missing`).
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
@@ -86,7 +87,7 @@ class FlatBatch:
         columns = _columns(sequences)
         for n in np.flatnonzero(columns["versions"][lengths.cumsum() - lengths] != NOT_SAMPLED):
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
-        routes = _routes(sequences)
+        routes = _routes(trajectories, members, keeps_cache=keeps_cache)
         shared = _shared_prefixes(members, routes) if prefix_tree else np.zeros_like(lengths)
         placeholders, of_pictures = _pictures(sequences, pictures)
         return cls(
@@ -186,7 +187,8 @@ def _pictures(
     columns = []
     for sequence in sequences:
         column = np.full((len(sequence), 5), -1, np.int32)
-        starts, of_sequence = pictures_in(sequence.pictures, pictures)
+        starts, names = pictures_in(sequence.pictures, {name: picture.tokens for name, picture in pictures.items()})
+        of_sequence = [pictures[name] for name in names]
         for start, picture in zip(starts, of_sequence, strict=True):
             column[start : start + picture.tokens, 0] = numbers[picture.name]
             column[start : start + picture.tokens, 1] = np.arange(picture.tokens)
@@ -218,22 +220,42 @@ def _members(trajectories: Sequence[Trajectory], numbers: np.ndarray, prefix_tre
     return members
 
 
-def _routes(sequences: Sequence[Trajectory]) -> list[np.ndarray]:
-    """The input `routes` of each sequence; empty if none has routes."""
-    parts = [sequence.routes for sequence in sequences if sequence.routes is not None]
-    return [np.concatenate([part[1:], np.zeros_like(part[:1])]) for part in parts]
+def _routes(trajectories: Sequence[Trajectory], members: Sequence[_Member], *, keeps_cache: bool) -> list[np.ndarray]:
+    """The input `routes` of each member; empty if they have none.
+
+    keeps_cache: whether engines go on from the passes of older weights after a load. Else they compute a sequence's
+    tokens again with the weights that sample the next one, so only passes of the last version have their routes there.
+    """
+    if trajectories[0].routes is None:
+        return []
+    by_sample = [list(_routes_of(trajectory, keeps_cache=keeps_cache)) for trajectory in trajectories]
+    return [by_sample[member.sample][member.branch] for member in members]
+
+
+def _routes_of(trajectory: Trajectory, *, keeps_cache: bool) -> Iterator[np.ndarray]:
+    """The routes of each branch. A pass that sampled no token of the branch has the routes which it has in another."""
+    assert trajectory.routes is not None
+    every = [*paths(trajectory.branches or [Branch(0, len(trajectory))])]
+    after = np.full(len(trajectory), -1)  # of the pass at each token, the token that it sampled
+    for path in reversed(every):
+        after[path[:-1]] = np.where(trajectory.sampled[path[1:]], path[1:], after[path[:-1]])
+    for path in every:
+        made = after[path]
+        made[:-1] = np.where(trajectory.sampled[path[1:]], path[1:], made[:-1])
+        versions = np.where(made >= 0, trajectory.versions[made], NOT_SAMPLED)
+        last = trajectory.versions[path][trajectory.sampled[path]][-1:]
+        routed = (versions != NOT_SAMPLED) & (keeps_cache | (versions == last))
+        yield np.where(routed[:, None], trajectory.routes[made], 0).astype(np.uint8)
 
 
 def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -> np.ndarray:
-    """`FlatBatch.shared`. Not where experts differ. A token without routes takes its neighbour's."""
+    """`FlatBatch.shared`. Not where experts differ."""
     counts = [0]
     for number, (previous, member) in enumerate(pairwise(members)):
         count = common(previous.sequence, member.sequence) if previous.group == member.group else 0
         if routes:
-            of_previous, of_member = routes[number][:count], routes[number + 1][:count]
-            differ = of_member.any(1) & (of_member != of_previous).any(1)
+            differ = (routes[number][:count] != routes[number + 1][:count]).any(1)
             count = int(np.append(differ, True).argmax())
-            of_member[:count] = of_previous[:count]
         counts.append(count)
     return np.array(counts, dtype=np.int32)
 

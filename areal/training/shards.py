@@ -23,9 +23,10 @@ from areal.training.agreement import RankMessages
 from areal.training.checkpoint import FOLDER as STATE
 from areal.training.checkpoint import Share
 from areal.weights.chunks import FileSums, Manifest
-from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_index, write_weights
+from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
 from areal.weights.lora import merged_tensors, write_adapter
+from areal.weights.model_files import write_index
 from areal.weights.wrappers import beside_text
 
 
@@ -160,7 +161,8 @@ class Published:
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """The files of a model folder that loads by itself. Adapters are merged into the weights of `source`, and also
-    stored in a subfolder. dtype: of the weights. share: the training state, None for a model without it."""
+    stored in a subfolder. dtype: of the weights that are trained; others have the type of `source`. share: the training
+    state, None for a model without it."""
 
     copied: Copied
     source: Path
@@ -186,12 +188,10 @@ class ModelFolder:
         self.copied.write_shard(self._tensors(folder), folder)
 
     def _tensors(self, folder: Path) -> Mapping[str, Tensor]:
-        shard, dtype = (dist.get_rank(), self.copied.writers), getattr(torch, self.dtype)
+        shard = dist.get_rank(), self.copied.writers
         if not self.copied.adapters:
-            vision = {name: tensor.to(dtype) for name, tensor in beside_text(self.source, *shard)}
-            return {**self.copied.stored(), **vision}
-        merged = merged_tensors(self.source, folder / ADAPTER, *shard)
-        return {name: tensor.to(dtype) for name, tensor in merged}
+            return {**self.copied.stored(), **dict(beside_text(self.source, *shard))}
+        return dict(merged_tensors(self.source, folder / ADAPTER, *shard, dtype=getattr(torch, self.dtype)))
 
     def finish(self, folder: Path, entries: list[str]) -> None:
         if self.copied.writers > 1:

@@ -133,8 +133,9 @@ class TrainingEngine:
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
     step leaves what it found for each token in `values`. disk_retry: with which folders are written. longest: the most
-    tokens of a sequence; None: the model's limit. pictures: the folder of those of prompts. Raises UserError if the
-    model cannot be loaded, or not be trained on such sequences or with this number of ranks.
+    tokens of a sequence; None: the model's limit. pictures: the folder of those of prompts. keeps_cache: whether
+    generators keep the KV cache of sequences on new weights. Raises UserError if the model cannot be loaded, or not be
+    trained on such sequences or with this number of ranks.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class TrainingEngine:
         disk_retry: DiskRetry | None = None,
         longest: int | None = None,
         pictures: Path = Path("pictures"),
+        keeps_cache: bool = False,
     ) -> None:
         check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
@@ -156,7 +158,7 @@ class TrainingEngine:
         torch.manual_seed(seed)
         self.source = model
         self._pictures, self._views = PictureStore(pictures), Views()
-        self._keep_values = keep_values
+        self._keep_values, self._keeps_cache = keep_values, keeps_cache
         self.values: TokenValues | None = None
         self._control = control_group()
         self.messages = RankMessages(self._control)
@@ -237,6 +239,7 @@ class TrainingEngine:
             optimizer_steps=config.optimizer_steps,
             longest=config.generator.max_model_len,
             pictures=config.pictures_folder,
+            keeps_cache=config.generator.kv_on_update == "keep",
         )
 
     def _start_reference(self) -> torch.nn.Module | None:
@@ -277,8 +280,13 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            pictures, minibatches = self._look_at(batch), self.config.minibatches
-            flat = FlatBatch.of(batch, minibatches=minibatches, prefix_tree=self.passes.prefix_tree, pictures=pictures)
+            flat = FlatBatch.of(
+                batch,
+                minibatches=self.config.minibatches,
+                prefix_tree=self.passes.prefix_tree,
+                keeps_cache=self._keeps_cache,
+                pictures=self._look_at(batch),
+            )
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)

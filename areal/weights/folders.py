@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.weights.chunks import FileSums
+from areal.weights.model_files import ADAPTER_CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-Shapes = dict[str, tuple[int, ...]]
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 def sync(path: Path) -> None:
@@ -131,26 +127,13 @@ def saved_buffers(module: "Module") -> "dict[str, Tensor]":
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
-def write_index(folder: Path) -> None:
-    """Write the index that loaders need if the weights in `folder` are in several files."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    weight_map: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, framework="np") as tensors:
-            weight_map |= dict.fromkeys(sorted(tensors.keys()), file.name)
-    described = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(described, indent=2) + "\n")
-
-
 def copy_model_files(source: Path, folder: Path, *, dtype: str) -> None:
     """Copy all files of the model in `source` except its weights (configuration, tokenizer) into `folder`.
 
     dtype: the type in which the weights in `folder` are stored, e.g. "float32". Loaders take it from config.json.
     """
     for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+        if path.is_file() and path.name != ADAPTER_CONFIG_FILE and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older spelling of the same key

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from areal.base.errors import UserError, explain
 from areal.config.trainer_section import LoraConfig
-from areal.models import shapes_in
-from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
+from areal.weights.folders import write_tensors
+from areal.weights.model_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, model_files
 
 FOLDER = "adapter"
 """The adapter's folder in a checkpoint. Beside the merged weights, transformers would add the adapter again."""
@@ -43,7 +43,7 @@ def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | Non
     )
     with explain(ValueError, "trainer.lora.target_modules does not fit the model: {why}"):
         adapted = peft.get_peft_model(module, settings, autocast_adapter_dtype=False)
-    stored = {name for file in folder.glob("*.safetensors") for name in shapes_in(file)} if folder else None
+    stored = model_files(folder).shapes if folder else None
     for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer):
             name, base = name.removeprefix(_ROOT), layer.get_base_layer()
@@ -66,8 +66,11 @@ def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], fol
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
-def merged_tensors(base: Path, adapter: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model folder `base` by name, with `adapter` applied; those it changes are fp32.
+def merged_tensors(
+    base: Path, adapter: Path, shard: int = 0, shards: int = 1, *, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model folder `base` by name, with `adapter` applied. Those that it changes have `dtype`, or
+    their type in `base` if that is wider; the rest is as it is there.
 
     Otherwise as `stored_tensors`.
     """
@@ -80,23 +83,22 @@ def merged_tensors(base: Path, adapter: Path, shard: int = 0, shards: int = 1) -
         if f"{key}.lora_A.weight" not in factors:
             return tensor
         A, B = (factors[f"{key}.lora_{factor}.weight"].float() for factor in "AB")
-        return tensor.float() + scale * (B @ A)
+        return (tensor.float() + scale * (B @ A)).to(torch.promote_types(tensor.dtype, dtype))
 
     return ((name, merged(name, tensor)) for name, tensor in stored_tensors(base, shard, shards))
 
 
 def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder by name, in their order in its safetensors files: all, or if `shards` is given,
-    part number `shard` of that many parts of about the same size.
+    """The tensors of a model folder by name, as `model_files` lists them: all, or if `shards` is given, part number
+    `shard` of that many parts of about the same size.
 
-    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError.
+    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError, UserError.
     """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(f"{folder} holds no safetensors file")
-    opened: list[Any] = [safe_open(path, framework="pt") for path in paths]
-    stored = [(file, name) for file in opened for name in file.offset_keys()]
-    sizes = [prod(file.get_slice(name).get_shape()) for file, name in stored]
-    offsets = accumulate(sizes, initial=0)
-    chosen = [entry for entry, offset in zip(stored, offsets, strict=False) if offset * shards // sum(sizes) == shard]
-    return ((name, file.get_tensor(name)) for file, name in chosen)
+    found = model_files(folder)
+    if not found.tensors:
+        raise FileNotFoundError(f"{folder} holds no model")
+    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in found.files}
+    sizes = [prod(tensor.shape) for tensor in found.tensors]
+    parts = [offset * shards // sum(sizes) for offset in accumulate(sizes, initial=0)]
+    chosen = [tensor for tensor, part in zip(found.tensors, parts, strict=False) if part == shard]
+    return ((tensor.name, opened[tensor.file].get_tensor(tensor.name)) for tensor in chosen)

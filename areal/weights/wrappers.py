@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from areal.base.errors import UserError, explain
 from areal.base.text import without_code
-from areal.models import TEXT_TYPES, is_wrapper, shapes_in, weight_sizes
-from areal.weights.folders import Shapes, saved_buffers
+from areal.models import TEXT_TYPES, is_wrapper, ties_head
+from areal.weights.folders import saved_buffers
+from areal.weights.model_files import Shapes, model_files, only_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ def arguments_for_text(folder: Path) -> dict[str, Any]:
         return {}
     body, head = _prefixes(folder)
     config = text_config(folder)
-    config.tie_word_embeddings = head is None
+    config.tie_word_embeddings = head is None or bool(ties_head(folder))
     own_changes = get_checkpoint_conversion_mapping(config.model_type) or []
     if any(type(change).__name__ == "PrefixChange" for change in own_changes):
         return {"config": config}  # transformers knows this wrapper, and would rename the weights twice
@@ -65,7 +66,10 @@ def published_shapes(model: Path) -> Shapes:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # the trainer says what transformers has no place for
     how = arguments_for_text(model)
-    module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, device_map="meta", **how)
+    with only_model(model) as view:
+        module = AutoModelForCausalLM.from_pretrained(
+            view, trust_remote_code=False, device_map="meta", ignore_mismatched_sizes=True, **how
+        )
     tensors = dict(module.named_parameters()) | saved_buffers(module)
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
 
@@ -75,7 +79,7 @@ def check_names(folder: Path) -> None:
     not have by these names and in these shapes. No weights are read."""
     with explain((OSError, ValueError), f"{folder} does not hold a model that transformers can load: {{why}}"):
         published = published_shapes(folder)
-    stored = {name: shape for file in folder.glob("*.safetensors") for name, shape in shapes_in(file).items()}
+    stored = model_files(folder).shapes
     wrong = [name for name, shape in published.items() if stored.get(name) != shape and name != f"{HEAD}weight"]
     if wrong:
         raise UserError(
@@ -99,7 +103,7 @@ def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, T
 
 def _prefixes(folder: Path) -> tuple[str, str | None]:
     """What the names of the text model's weights and of its head begin with in a wrapper's files, or None."""
-    names = sorted(weight_sizes(folder), key=len)
+    names = sorted(model_files(folder).shapes, key=len)
     body = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     head = next((name for name in names if name.endswith("lm_head.weight")), None)
     return body.removesuffix("embed_tokens.weight"), head and head.removesuffix("weight")

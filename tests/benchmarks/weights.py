@@ -44,7 +44,8 @@ from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config.engine_sections import WeightsConfig
 from areal.devices import transfer_backend
 from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, difference
-from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
+from areal.weights.folders import atomic_folder, remove_folder
+from areal.weights.model_files import WEIGHTS_FILE
 from protocols.messages import FetchWeights, Member, Policy
 from protocols.transport import Bus, Request
 

@@ -25,7 +25,8 @@ from areal.extensions.selftest import references
 from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.storage.records import record_of
 from areal.training.shards import share_out
-from areal.weights.folders import write_index, write_weights
+from areal.weights.folders import write_weights
+from areal.weights.model_files import write_index
 
 TESTS = Path(__file__).parents[1]
 WORKER_SECONDS = 240

@@ -16,13 +16,11 @@ from areal.config.trainer_section import LoraConfig
 from areal.models import (
     check_adapters,
     check_mixture,
-    check_same,
     check_trainable,
     context_of,
     default_context,
-    digests_of,
-    weight_sizes,
 )
+from areal.weights.model_files import check_same, digests_of, weight_sizes
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}

@@ -23,7 +23,8 @@ from areal.models import hub_id, label_of, name_of
 from areal.storage.disk import leaves, within
 from areal.storage.record import Record
 from areal.storage.run_files import CONFIG, SUMMARY
-from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
+from areal.weights.folders import atomic_folder, link
+from areal.weights.model_files import ADAPTER_CONFIG_FILE
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")

@@ -10,7 +10,8 @@ import numpy as np
 from areal.config import Config
 from areal.devices import host_memory
 from areal.extensions.selftest.sequences import Sampled
-from areal.weights.folders import ADAPTER_FILE, copy_model_files, write_index, write_weights
+from areal.weights.folders import copy_model_files, write_weights
+from areal.weights.model_files import ADAPTER_FILE, model_files, write_index
 
 GPU_SHARE, HOST_SHARE = 0.8, 0.5
 """The reference is on the GPU if it takes at most this share of what is free there, else so on the CPU."""
@@ -90,7 +91,7 @@ def model_of(base: Path, published: Path, folder: Path) -> Path:
 
         write_weights(dict(merged_tensors(base, published)), folder)
     else:
-        files = sorted(published.absolute().glob("*.safetensors"))
+        files = model_files(published.absolute()).files
         for file in files:
             (folder / file.name).symlink_to(file)
         if len(files) > 1:  # several ranks have written a shard each

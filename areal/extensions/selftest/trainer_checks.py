@@ -35,6 +35,7 @@ from areal.training.guard import GAP
 from areal.training.packed import FlatBatch, pack
 from areal.training.step_metrics import StepResult
 from areal.training.training_engine import TrainingEngine
+from areal.weights.model_files import model_files
 
 MOVE, LORA_MOVE = 6.0, 60.0
 """Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
@@ -119,7 +120,7 @@ class TrainingChecks:
         """The folder that takes the weights of versions, and the one in memory, on rank 0."""
         if os.environ.get("RANK", "0") != "0":
             return []
-        size = sum(file.stat().st_size for file in Path(self._config.model).glob("*.safetensors"))
+        size = model_files(Path(self._config.model)).size
         return [
             guarded("folder", lambda: disk.check_folder("folder", Path(folder), size)),
             guarded("/dev/shm", lambda: disk.check_memory_folder(size, gpus=self._device.type == "cuda")),
@@ -174,7 +175,7 @@ class TrainingChecks:
 
     def checkpoint_bytes(self) -> dict[str, Any]:
         """Bytes of a checkpoint: the model, and fp32 weights and two moments of what is trained. Adapters are small."""
-        size = sum(file.stat().st_size for file in Path(self._config.model).glob("*.safetensors"))
+        size = model_files(Path(self._config.model)).size
         return {"bytes": size + (0 if self._config.trainer.lora else 12 * count_parameters(self._config.model))}
 
     def save(self, folder: str, file: str) -> dict[str, Any]:

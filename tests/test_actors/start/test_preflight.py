@@ -1,6 +1,7 @@
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -110,6 +111,19 @@ def test_only_rows_that_math_scores_are_checked(check, capsys):
 def test_ranks_that_do_not_make_up_sequence_groups_are_refused_before_the_run():
     with pytest.raises(UserError, match=r"trainer.ranks is 3, but trainer.sequence_parallel is 2"):
         preflight.check(config_of("rows.jsonl", trainer={"ranks": 3, "sequence_parallel": 2, "minibatches": 1}))
+
+
+def test_weights_beside_a_model_are_told_and_a_folder_that_is_read_in_two_ways_is_refused(tmp_path, capsys):
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?", "answer": "1"}\n')
+    folder = make_model(tmp_path / "model")
+    byte_tokenizer().save_pretrained(folder)
+    config = config_of(rows, model=str(folder), batch_size=4, sampling={"max_new_tokens": 4})
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    preflight.check(config, machine=False)
+    assert "consolidated.safetensors is no part of the model there" in capsys.readouterr().err
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has an adapter beside its model"):
+        preflight.check(config, machine=False)
 
 
 def test_heads_that_the_ranks_cannot_divide_are_refused_before_the_run(tmp_path):

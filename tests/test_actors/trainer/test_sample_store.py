@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from support.tiny_pictures import png
 
 from actors.trainer.sample_store import SampleStore
 from areal.config import Config
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Trajectory
+from areal.storage.picture_store import PictureStore
 from areal.storage.spool import Spool
 from protocols.messages import GroupAccepted, OfferPictures, ScoredSample, StorePictures, StoreSamples
 from protocols.transport import Request
@@ -81,6 +84,25 @@ async def test_a_sample_that_is_forgotten_while_it_is_stored_is_not_accepted(tmp
     message = StoreSamples(group="g", prompt_index=prompt_index, row="", samples=parts)
     answer = await store.dispatch(Request(message, "gateway/0#a", asyncio.get_running_loop().time() + 60, b""))
     assert answer == GroupAccepted(accepted=False)
+
+
+@pytest.mark.parametrize(("shown", "taken"), [(4, True), (3, False), (2, False)])
+async def test_a_sample_that_ends_inside_a_picture_is_refused(tmp_path, shown, taken):
+    """A picture of 56 x 56 pixels has 4 parts; the second one shown is cut."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 5}')
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 784}')
+    picture, nothing = png(56, 56, 0), None
+    store_of_pictures = PictureStore(tmp_path / "pictures")
+    store_of_pictures.put_all([picture])
+    config: Any = SimpleNamespace(model=str(tmp_path), trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
+    store: Any = SampleStore(config, 100, *[nothing] * 4)  # type: ignore[arg-type]
+    tokens = np.array([7, 5, 5, 5, 5, 8, 9, 7, *[5] * shown])
+    column = (tokens == 5)[:, None] * np.frombuffer(bytes.fromhex(digest_of(picture)), np.uint8)
+    versions = np.where(tokens == 9, 0, -1)
+    frame = Trajectory(tokens, np.zeros(len(tokens)), versions, 1.0, "stop", pictures=column).frame()
+    sample = ScoredSample(place=0, frame=np.frombuffer(frame, np.uint8))
+    with nullcontext() if taken else pytest.raises(ValueError, match="are not as many as it has parts"):
+        store._part(StoreSamples(group="g", prompt_index=0, row="", samples=(sample,)), sample)
 
 
 async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):

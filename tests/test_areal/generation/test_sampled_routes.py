@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny_training import settings
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.cpu.vllm_on_cpu import BLOCK_SIZE
 from areal.generation.generation_engine import EngineError, GenerationEngine
 from areal.models import Routing, routing_of
-from areal.samples.table import TokenTable
+from areal.samples.table import TokenTable, unsampled
+from areal.samples.trajectory import Group, Trajectory
+from areal.training.training_engine import TrainingEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
@@ -29,7 +32,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
-    "eos_token_id": 1,
+    "eos_token_id": None,  # nothing ends a sequence early
     "mlp_only_layers": [0],
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -44,7 +47,7 @@ SMALL = GeneratorConfig(
     kv_cache_gib=20 * BLOCK_BYTES / 2**30,  # for five sequences at their end
     engine_options={"max_num_batched_tokens": 48},
 )
-SAMPLING = SamplingConfig(temperature=0.7, max_new_tokens=60, min_new_tokens=60)
+SAMPLING = SamplingConfig(temperature=0.7, max_new_tokens=60)
 PROMPT = list(range(2, 102))  # computed in three parts; three blocks are cached
 SECONDS = 200.0
 CLOSE = 1e-5
@@ -86,6 +89,23 @@ def assert_experts_of_its_version(models: list[Path], prompt: list[int], table: 
             np.testing.assert_array_equal(np.sort(routes[:, layer])[clear], expected[clear])
 
 
+def assert_replayed_as_sampled(model: Path, prompts: list[list[int]], tables: list[TokenTable]) -> None:
+    """Trained with the weights that came in the middle, their tokens have the log-probs that they were sampled with."""
+    samples = []
+    for prompt, table in zip(prompts, tables, strict=True):
+        whole = TokenTable()
+        whole.append(unsampled(prompt))
+        whole.append(table)
+        samples.append(Trajectory(**whole.columns, reward=0.0, finish="length"))
+    engine = TrainingEngine(model, settings(routing="replay", max_tokens_per_microbatch=1000), seed=0)
+    computed = engine.logprobs([Group("0", 0, tuple(samples))], temperature=SAMPLING.temperature)
+    engine.close()
+    sampled, versions = (np.concatenate([getattr(s, name) for s in samples]) for name in ("logprobs", "versions"))
+    newer = versions == 1
+    assert newer.sum() > 50
+    np.testing.assert_allclose(computed[newer], sampled[newer], atol=2e-5)
+
+
 @pytest.mark.parametrize("guesses", [False, True])
 async def test_sampled_tokens_have_the_experts_of_the_pass_that_sampled_them(models: list[Path], guesses: bool) -> None:
     """Through chunks of a prompt, prefixes that are cached, a full KV cache that preempts, new weights in the middle,
@@ -122,3 +142,4 @@ async def test_sampled_tokens_have_the_experts_of_the_pass_that_sampled_them(mod
     for prompt, table in zip(prompts, tables, strict=True):
         assert len(table) == new
         assert_experts_of_its_version(models, prompt, table, routing_of(models[0]))
+    assert_replayed_as_sampled(models[1], prompts, tables)

@@ -88,7 +88,7 @@ def with_routes(batch, routing, sparse, seed=0):
 
 def exact_gradients(folder, batch, routing, sparse, *, prefix_tree):
     """In float64, one sequence at a time."""
-    flat = FlatBatch.of(batch, minibatches=1, prefix_tree=prefix_tree)
+    flat = FlatBatch.of(batch, minibatches=1, prefix_tree=prefix_tree, keeps_cache=True)
     model = eager(folder, torch.float64)
     model.config._experts_implementation = "eager"
     ends = flat.lengths.cumsum()
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_each_branch_alone_with_the_experts_of_sampling(t
     folder = make_kind(kind, tmp_path / "model", **MIXTURES[kind])
     routing, sparse = routing_of(folder), [1] if kind in ("Qwen2Moe", "DeepseekV3", "Glm4Moe") else [0, 1]
     batch = with_routes(make_forest(), routing, sparse)
-    engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0)
+    engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0, keeps_cache=True)
     _, gradients = step_and_gradients(engine, batch)
     engine.close()
     expected = exact_gradients(folder, batch, routing, sparse, prefix_tree=engine.passes.prefix_tree)
@@ -208,6 +208,43 @@ def test_a_branch_has_the_routes_of_the_tokens_that_it_shares():
     assert flat.shared.tolist() == [0, 3]
 
 
+@pytest.mark.parametrize("prefix_tree", [False, True])
+def test_a_pass_has_the_same_routes_in_a_tree_and_by_itself(prefix_tree):
+    """As above; and the first branch ends at the token after which a third samples."""
+    routes = np.uint8([[0, 0], [0, 0], [1, 2], [2, 3], [0, 0], [4, 5], [3, 1]])
+    branches, versions = (Branch(0, 4), Branch(3, 2), Branch(3, 1)), [-1, -1, 3, 3, -1, 3, 3]
+    sample = Trajectory([5, 6, 7, 8, 9, 1, 4], np.zeros(7), versions, 0.0, "stop", branches, routes=routes)
+    flat = FlatBatch.of([Group("0", 0, (sample,))], minibatches=1, prefix_tree=prefix_tree)
+    parts = np.split(flat.inputs["routes"], flat.lengths.cumsum()[:-1])
+    by_branch = dict(zip(flat.branches.tolist(), parts, strict=True))
+    assert by_branch[0].tolist() == [[0, 0], [1, 2], [2, 3], [0, 0]]
+    assert by_branch[1].tolist() == [[0, 0], [1, 2], [2, 3], [4, 5], [0, 0]], "of the first branch's pass"
+    assert by_branch[2].tolist() == [[0, 0], [1, 2], [3, 1], [0, 0]], "of its own pass, which took other experts"
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_passes_that_a_load_had_computed_again_have_no_routes(keeps_cache):
+    """The second answer comes from newer weights, which have computed the first one again with experts of their own."""
+    routes = np.uint8([[0, 0], [1, 2], [2, 3], [0, 0], [4, 5], [3, 1]])
+    sample = trajectory(6, 1, routes=routes)
+    sample = replace(sample, versions=np.int32([-1, 3, 3, -1, 4, 4]))
+    flat = FlatBatch.of([Group("0", 0, (sample,))], minibatches=1, keeps_cache=keeps_cache)
+    of_old = [[1, 2], [2, 3]] if keeps_cache else [[0, 0], [0, 0]]
+    assert flat.inputs["routes"].tolist() == [*of_old, [0, 0], [4, 5], [3, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_log_probs_of_branches_do_not_depend_on_how_rows_are_packed(tmp_path, kind):
+    folder = make_kind(kind, tmp_path / "model", **MIXTURES[kind])
+    batch = with_routes(make_forest(), routing_of(folder), [1] if kind == "DeepseekV3" else [0, 1])
+    computed = []
+    for prefix_tree in (False, True):
+        engine = TrainingEngine(folder, settings(routing="replay", prefix_tree=prefix_tree), seed=0)
+        computed.append(engine.logprobs(batch, temperature=TEMPERATURE))
+        engine.close()
+    np.testing.assert_allclose(computed[0], computed[1], atol=1e-5)
+
+
 def test_the_reference_model_routes_by_itself(tmp_path):
     """Adapters that have not been trained change nothing, so only the experts tell the reference from the policy."""
     folder = make_kind("Qwen3Moe", tmp_path / "model", **MIXTURES["Qwen3Moe"])
@@ -263,7 +300,7 @@ def work(folder, out):
     batch = with_routes(make_forest(), routing_of(folder), [0, 1])
     for stage in (0, 3):
         changes = {"sequence_parallel": 2, "zero_stage": stage, "gradient_checkpointing": stage == 3}
-        engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0)
+        engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0, keeps_cache=True)
         _, gradients = step_and_gradients(engine, batch if engine.rank == 0 else None)
         if engine.rank == 0:
             save_file(gradients, out / f"zero{stage}")

@@ -563,7 +563,8 @@ def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(two_ranks):
     for name, checkpoint in checkpoints(two_ranks).items():
         assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
         dtypes = {tensor.dtype for tensor in weights_of(checkpoint).values()}
-        assert dtypes == {torch.bfloat16 if "bf16" in name else torch.float32}
+        merged = "adapters" in name  # with the model's weights, which are fp32
+        assert dtypes == {torch.bfloat16 if "bf16" in name and not merged else torch.float32}
 
 
 def test_offload_changes_the_weights_by_rounding_alone(one_rank, two_ranks):

@@ -19,7 +19,8 @@ from areal.extensions.selftest.transfer_checks import Sending
 from areal.extensions.selftest.verdicts import check_engine, check_versions
 from areal.generation import generation_engine as generation_engine
 from areal.generation.generation_engine import LoadTimes
-from areal.weights.folders import WEIGHTS_FILE, write_weights
+from areal.weights.folders import write_weights
+from areal.weights.model_files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
