@@ -138,6 +138,8 @@ class TrainingEngine:
     trained on such sequences or with this number of ranks.
     """
 
+    values: TokenValues | None = None  # until a step has left what it found
+
     def __init__(
         self,
         model: Path,
@@ -159,7 +161,6 @@ class TrainingEngine:
         self.source = model
         self._pictures, self._views = PictureStore(pictures), Views()
         self._keep_values, self._keeps_cache = keep_values, keeps_cache
-        self.values: TokenValues | None = None
         self._control = control_group()
         self.messages = RankMessages(self._control)
         settings = deepspeed_config(config)
