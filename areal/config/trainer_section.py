@@ -280,14 +280,7 @@ class TrainerConfig(Section):
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
                 f"none: set trainer.eps_clip to at most 1"
             )
-        if self.advantage_options and self.advantage == "normalised":
-            yield "trainer.advantage_options are those of an estimator of your own: name it in trainer.advantage"
-        if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
-            yield (
-                f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "
-                f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
-                f"group or both to batch, or trainer.advantage_std=none"
-            )
+        yield from self._conflicts_of_advantages()
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low < high:
@@ -318,6 +311,16 @@ class TrainerConfig(Section):
             yield (
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
                 f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
+            )
+
+    def _conflicts_of_advantages(self) -> Iterator[str]:
+        if self.advantage_options and self.advantage == "normalised":
+            yield "trainer.advantage_options are those of an estimator of your own: name it in trainer.advantage"
+        if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
+            yield (
+                f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "
+                f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
+                f"group or both to batch, or trainer.advantage_std=none"
             )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.table import NOT_SAMPLED
-from areal.training.algorithms.algorithm import Outputs
+from areal.training.algorithms.algorithm import RowOutputs
 from areal.training.algorithms.reference import kl
 from areal.training.algorithms.token_loss import TokenLoss
 from areal.training.packed import FlatBatch, PackedRow
@@ -107,7 +107,7 @@ class Tally:
         self.operations = 0.0
 
     @torch.no_grad()
-    def add(self, row: PackedRow, outputs: Outputs, out: TokenLoss, *, first: bool) -> None:
+    def add(self, row: PackedRow, outputs: RowOutputs, out: TokenLoss, *, first: bool) -> None:
         """Add a row's tokens to the sums. first: whether it is of the first minibatch, before any optimizer step."""
         columns, none = row.columns, torch.zeros(())
         behaviour, proximal, weights = columns["logprobs"], columns["proximal"], columns["weights"]

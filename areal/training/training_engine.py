@@ -36,7 +36,7 @@ from areal.samples.vision import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.picture_store import PictureStore, pictures_of
 from areal.training.agreement import SILENCE, RankMessages, Writer
-from areal.training.algorithms.algorithm import Outputs, policy_gradient, set_columns
+from areal.training.algorithms.algorithm import RowOutputs, policy_gradient, set_columns
 from areal.training.algorithms.assembly import algorithm_of
 from areal.training.attention import choose_attention
 from areal.training.checkpoint import TrainingState
@@ -432,14 +432,16 @@ class TrainingEngine:
         with tally.clock("optimizer"):
             self._optimizer_step(tally, moves=bool(self.messages.sum(moving.cpu(), counts=self._together.first)))
 
-    def _outputs(self, row: PackedRow, temperature: float) -> Outputs:
+    def _outputs(self, row: PackedRow, temperature: float) -> RowOutputs:
         """What the pass of a minibatch gives for a row (all ranks)."""
         if (further := self.algorithm.further) is None:
-            return Outputs(*self.passes.forward(self._deepspeed, row, temperature))
+            return RowOutputs(*self.passes.forward(self._deepspeed, row, temperature))
         tokens = row.columns[further].long()
         everything = self.passes.forward(self._deepspeed, row.with_targets(tokens), temperature)
         logp, entropy, *values = (output[: len(row.targets)] for output in everything)
-        return Outputs(logp, entropy, values[0] if values else None, everything[0][len(row.targets) :].view_as(tokens))
+        return RowOutputs(
+            logp, entropy, values[0] if values else None, everything[0][len(row.targets) :].view_as(tokens)
+        )
 
     def _optimizer_step(self, tally: Tally, *, moves: bool) -> None:
         """Adam's step and that of the schedule, or, if nothing `moves`, only what DeepSpeed clears after it (all

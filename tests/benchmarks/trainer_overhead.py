@@ -23,7 +23,7 @@ from steps import VERSION, arguments, interleaved, model_and_batches, settings, 
 from transformers import AutoModelForCausalLM
 
 from areal.samples.trajectory import Group
-from areal.training.algorithms.algorithm import Outputs, tokens_in
+from areal.training.algorithms.algorithm import RowOutputs, tokens_in
 from areal.training.algorithms.decoupled_ppo import decoupled_ppo
 from areal.training.attention import PACKED_SDPA, attention_kwargs
 from areal.training.head import linear_logprobs
@@ -67,7 +67,7 @@ def bare_trainer(model: Path, batches: list[list[PackedRow]]) -> Callable[[], No
                 head = module.lm_head.weight
                 logp, entropy = linear_logprobs(hidden, head, None, row.distribution, row.targets, 1.0)
                 row.columns["proximal"] = logp.detach()
-                loss = decoupled_ppo(tokens_in(Outputs(logp, entropy), row), config).loss
+                loss = decoupled_ppo(tokens_in(RowOutputs(logp, entropy), row), config).loss
                 (loss * row.columns["weights"]).sum().backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), config.grad_clip)
             optimizer.step()

@@ -20,7 +20,7 @@ from areal.training.packed import FlatBatch, PackedRow
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class RowOutputs:
     """What the pass of a minibatch gives for the S tokens of a row that are in the loss, with gradients.
 
     logp, entropy: fp32 [S], nats. values: fp32 [S], a critic's; None: there is none. further: fp32 [S, k], log-probs of
@@ -47,7 +47,7 @@ class Algorithm:
 
     needs: Mapping[str, str]
     advantages: Callable[[Credits], np.ndarray]
-    loss: Callable[[Outputs, PackedRow], TokenLoss]
+    loss: Callable[[RowOutputs, PackedRow], TokenLoss]
     mask: Callable[[FlatBatch], np.ndarray] | None = None
     further: str | None = None
 
@@ -65,7 +65,7 @@ def policy_gradient(config: TrainerConfig) -> Algorithm:
     def advantages(credits: Credits) -> np.ndarray:
         return estimate(estimator, credits, config.advantage)
 
-    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+    def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
         tokens = tokens_in(outputs, row)
         return mask_sequences(objective(tokens, config), tokens, config)
 
@@ -73,7 +73,7 @@ def policy_gradient(config: TrainerConfig) -> Algorithm:
     return Algorithm({}, advantages, loss, mask=mask and partial(mask, config=config))
 
 
-def tokens_in(outputs: Outputs, row: PackedRow) -> Tokens:
+def tokens_in(outputs: RowOutputs, row: PackedRow) -> Tokens:
     """What an objective gets of a row."""
     of = row.columns
     policies = outputs.logp, of["proximal"], of["logprobs"]

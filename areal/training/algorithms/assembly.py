@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from areal.config.trainer_section import TrainerConfig
-from areal.training.algorithms.algorithm import Algorithm, Outputs
+from areal.training.algorithms.algorithm import Algorithm, RowOutputs
 from areal.training.algorithms.critic import with_critic
 from areal.training.algorithms.distillation import with_teacher
 from areal.training.algorithms.reference import with_reference
@@ -21,7 +21,7 @@ def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> A
     if config.teacher:
         algorithm = with_teacher(algorithm, config, vocabulary)
 
-    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+    def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
         columns = row.columns
         if not recompute:
             columns["proximal"] = interpolated_proximal(outputs.logp, columns["logprobs"], columns["staleness"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from areal.config.trainer_section import CriticConfig
 from areal.training.algorithms.advantages import Credits, to_go
-from areal.training.algorithms.algorithm import Algorithm, Outputs
+from areal.training.algorithms.algorithm import Algorithm, RowOutputs
 from areal.training.algorithms.token_loss import TokenLoss
 from areal.training.packed import PackedRow
 
@@ -25,7 +25,7 @@ def with_critic(inner: Algorithm, config: CriticConfig) -> Algorithm:
         credits.columns["value_targets"] = estimates + values
         return inner.advantages(replace(credits, returns=estimates, penalties=None))
 
-    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+    def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
         before, targets = row.columns["values"], row.columns["value_targets"]
         out = inner.loss(outputs, row)
         return replace(out, value_loss=value_loss(outputs.values, before, targets, config.value_clip))

@@ -9,7 +9,7 @@ from torch import Tensor
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.table import TOP
 from areal.training.algorithms.advantages import Credits
-from areal.training.algorithms.algorithm import Algorithm, Outputs
+from areal.training.algorithms.algorithm import Algorithm, RowOutputs
 from areal.training.algorithms.token_loss import TokenLoss
 from areal.training.packed import PackedRow
 
@@ -36,7 +36,7 @@ def with_teacher(inner: Algorithm, config: TrainerConfig, vocabulary: int) -> Al
             credits.columns["likely_logprobs"] = np.where(known, logprobs, np.float32(UNLIKELY))
         return inner.advantages(credits)
 
-    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+    def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
         columns = row.columns
         if not top_k:
             gain = columns["teacher_logprobs"] - columns["proximal"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from areal.config.trainer_section import TrainerConfig
 from areal.training.algorithms.advantages import Credits
-from areal.training.algorithms.algorithm import Algorithm, Outputs, tokens_in
+from areal.training.algorithms.algorithm import Algorithm, RowOutputs, tokens_in
 from areal.training.algorithms.token_loss import LOG_RATIO_BOUND, TokenLoss, Tokens, behaviour_weight, ratio
 from areal.training.packed import PackedRow
 
@@ -28,7 +28,7 @@ def with_reference(inner: Algorithm, config: TrainerConfig) -> Algorithm:
             credits = replace(credits, penalties=np.where(columns["trained"], cost, 0.0))
         return inner.advantages(credits)
 
-    def loss(outputs: Outputs, row: PackedRow) -> TokenLoss:
+    def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
         out = inner.loss(outputs, row)
         if config.kl_in == "reward":
             return out
