@@ -27,7 +27,7 @@ from areal.storage.journal import Journal
 from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.training.training_engine import TrainingEngine
-from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, ScoredSample, StoreSamples
+from protocols.messages import AskPermits, AskStatus, GroupAccepted, Join, Permit, ScoredSample, StoreSamples
 from protocols.transport import Bus
 
 STEPS = 4
@@ -108,7 +108,7 @@ class Manager:
         fed = []
         for permit in (await self.ask(AskPermits(count=2))).permits:
             for sample in samples_of(permit, poison):
-                assert await self.bus.peer(trainer).ask(sample, 30.0) == Done()
+                assert await self.bus.peer(trainer).ask(sample, 30.0) == GroupAccepted(accepted=True)
                 fed.append(sample)
         return fed
 
