@@ -317,7 +317,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (
             ["reward.functions=math", "data.source=sums.jsonl", "data.eval_size=0"],
-            "cannot read the answers of 1 of the 1 rows",
+            "cannot score 1 of the 1 rows",
         ),
         (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "in data.source 'words.jsonl' has ' '"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
@@ -333,7 +333,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["evaluator.benchmarks={mine: {source: addition}}"], "of the benchmark mine has no end"),
         (
             ["evaluator.benchmarks={mine: {source: words.jsonl, reward: math}}"],
-            "cannot read the answers of 1 of the 1 rows of the benchmark mine",
+            "cannot score 1 of the 1 rows of the benchmark mine",
         ),
         (["steps=0", "data.eval_size=0"], "there is nothing to evaluate"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
@@ -486,8 +486,8 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
             "cannot be made into tokens, such as that of the prompt 'one and two' (the token",
         ),
         (["generator.count=64"], "generator.count is 64, but this machine has 2 cores and no GPU: lower it to 1"),
-        (["reward.functions=code"], "cannot read the tests of 1 of the 1 rows"),
-        (["data.answer_key=null", "reward.functions=exact_match"], "cannot read the answers of 1 of the 1 rows"),
+        (["reward.functions=code"], "cannot score 1 of the 1 rows"),
+        (["data.answer_key=null", "reward.functions=exact_match"], "cannot score 1 of the 1 rows"),
         (["rollout_manager.workflow=plain.py:plain"], "The workflow 'plain.py:plain' is no async function"),
         (["rollout_manager.workflow=multi_turn"], "The workflow multi_turn writes 'That is not correct. Try again.'"),
         (

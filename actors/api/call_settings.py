@@ -116,19 +116,23 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
     """The weights of rewards by name, and those among them that are functions of this process. Raises UserError."""
     if reward is None:
         return {}, {}
-    one = isinstance(reward, str) or not isinstance(reward, Iterable)
-    pairs = reward.items() if isinstance(reward, Mapping) else [(each, 1.0) for each in ([reward] if one else reward)]
+    is_single = isinstance(reward, str) or not isinstance(reward, Iterable)
+    pairs = (
+        reward.items()
+        if isinstance(reward, Mapping)
+        else [(entry, 1.0) for entry in ([reward] if is_single else reward)]
+    )
     weights: dict[str, float] = {}
     functions = {}
-    for each, weight in pairs:
-        name = name_of(each)
-        while not isinstance(each, str) and (name in weights or extensions.entry("reward", name)):
+    for entry, weight in pairs:
+        name = name_of(entry)
+        while not isinstance(entry, str) and (name in weights or extensions.entry("reward", name)):
             name += "_"
         if not isinstance(weight, Real):
             raise UserError(f"The weight of reward {name!r} is {weight!r:.60}: write {{reward: number}}.")
         weights[name] = float(weight)
-        if not isinstance(each, str):
-            functions[name] = of_object(name, each)
+        if not isinstance(entry, str):
+            functions[name] = of_object(name, entry)
     return weights, functions
 
 

@@ -275,6 +275,21 @@ class TrainerConfig(Section):
         if self.compile and self.zero_stage == 3:
             yield "trainer.compile cannot compile layers whose weights are gathered: lower trainer.zero_stage"
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
+        yield from self._conflicts_of_loss()
+        if self.teacher_coef and not self.teacher:
+            yield "trainer.objective=distill and trainer.teacher_coef need a teacher: set trainer.teacher to a scorer"
+        if self.teacher_key and not self.teacher:
+            yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
+        if self.teacher_top_k and not self.teacher_coef:
+            yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
+        is_known = self.objective in OBJECTIVE_SETTINGS or ":" in self.objective
+        if not (is_known or extensions.entry("objective", self.objective)):
+            yield (
+                f"Unknown objective {self.objective!r} in trainer.objective: known are "
+                f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
+            )
+
+    def _conflicts_of_loss(self) -> Iterator[str]:
         if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
             yield (
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
@@ -299,18 +314,6 @@ class TrainerConfig(Section):
             yield (
                 "trainer.objective=vespo takes the product over each sequence itself: leave out "
                 "trainer.behaviour_weight_level"
-            )
-        if self.teacher_coef and not self.teacher:
-            yield "trainer.objective=distill and trainer.teacher_coef need a teacher: set trainer.teacher to a scorer"
-        if self.teacher_key and not self.teacher:
-            yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
-        if self.teacher_top_k and not self.teacher_coef:
-            yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
-        is_known = self.objective in OBJECTIVE_SETTINGS or ":" in self.objective
-        if not (is_known or extensions.entry("objective", self.objective)):
-            yield (
-                f"Unknown objective {self.objective!r} in trainer.objective: known are "
-                f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
             )
 
     def _conflicts_of_advantages(self) -> Iterator[str]:

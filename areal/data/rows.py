@@ -124,16 +124,16 @@ def _add_message(messages: list[dict[str, Any]], fields: dict[str, Any], of_tabl
 
 def _of_sharegpt(fields: dict[str, Any]) -> dict[str, Any]:
     """The message of an object with `from` and `value`. Raises ValueError."""
-    others = {key: field for key, field in fields.items() if key not in ("from", "value")}
+    further = {key: field for key, field in fields.items() if key not in ("from", "value")}
     sender, value = fields["from"], fields.get("value")
-    if {"content", "tool_calls"} & {*others}:
+    if {"content", "tool_calls"} & {*further}:
         raise ValueError("a message has both from and content or tool_calls")
     if sender == "function_call":
         call = _literal(value) if isinstance(value, str) else value
-        return {"role": "assistant", "tool_calls": call if isinstance(call, list) else [call], **others}
+        return {"role": "assistant", "tool_calls": call if isinstance(call, list) else [call], **further}
     if not isinstance(sender, str) or sender not in _SENDERS:
         raise ValueError(f"a message is from {sender!r}: senders are {', '.join(_SENDERS)} and function_call")
-    return {"role": _SENDERS[sender], "content": value, **others}
+    return {"role": _SENDERS[sender], "content": value, **further}
 
 
 def _read_content(content: Any) -> str | list[dict[str, Any]]:
@@ -175,8 +175,8 @@ def _read_call(call: Any, of_table: bool) -> dict[str, Any]:
         arguments = _without_nulls(arguments)
     about = call if function is not call else {key: call[key] for key in ("id", "type") if key in call}
     about = {"type": "function"} | {key: field for key, field in about.items() if field is not None}
-    own = function if function is not call else {key: function[key] for key in function if key not in about}
-    return about | {"function": own | {"arguments": arguments}}
+    named = function if function is not call else {key: function[key] for key in function if key not in about}
+    return about | {"function": named | {"arguments": arguments}}
 
 
 def _without_nulls(value: Any) -> Any:

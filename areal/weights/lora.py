@@ -94,11 +94,11 @@ def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tu
 
     Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError, UserError.
     """
-    found = model_files(folder)
-    if not found.tensors:
+    model = model_files(folder)
+    if not model.tensors:
         raise FileNotFoundError(f"{folder} holds no model")
-    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in found.files}
-    sizes = [prod(tensor.shape) for tensor in found.tensors]
+    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in model.files}
+    sizes = [prod(tensor.shape) for tensor in model.tensors]
     parts = [offset * shards // sum(sizes) for offset in accumulate(sizes, initial=0)]
-    chosen = [tensor for tensor, part in zip(found.tensors, parts, strict=False) if part == shard]
+    chosen = [tensor for tensor, part in zip(model.tensors, parts, strict=False) if part == shard]
     return ((tensor.name, opened[tensor.file].get_tensor(tensor.name)) for tensor in chosen)

@@ -153,10 +153,10 @@ def _pieces(tensor: StoredTensor) -> Iterator[bytes]:
 
 def write_index(folder: Path) -> None:
     """Write the index that loaders need if the weights in `folder` are in several files."""
-    found = model_files(folder)
+    model = model_files(folder)
     described = {
-        "metadata": {"total_size": found.size},
-        "weight_map": {tensor.name: tensor.file.name for tensor in found.tensors},
+        "metadata": {"total_size": model.size},
+        "weight_map": {tensor.name: tensor.file.name for tensor in model.tensors},
     }
     (folder / INDEX_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
@@ -165,14 +165,14 @@ def write_index(folder: Path) -> None:
 def only_model(folder: Path) -> Iterator[Path]:
     """A folder from which libraries read the model in `folder` and nothing else: `folder` itself, or links to its files
     for the time of the block. Raises as `model_files` does."""
-    found = model_files(folder)
-    names = [file.name for file in found.files]
-    if not found.beside and (len(names) < 2 or (folder / INDEX_FILE).is_file()):
+    model = model_files(folder)
+    names = [file.name for file in model.files]
+    if not model.beside and (len(names) < 2 or (folder / INDEX_FILE).is_file()):
         yield folder
         return
     with TemporaryDirectory(prefix="areal-model-") as place:
         view, linked = Path(place), (path for path in folder.iterdir() if not path.name.endswith(WEIGHT_SUFFIXES))
-        for path in [*linked, *found.files]:
+        for path in [*linked, *model.files]:
             (view / path.name).symlink_to(path.absolute())
         if names != [WEIGHTS_FILE]:
             write_index(view)

@@ -76,7 +76,7 @@ def test_every_process_has_the_same_version(first):
         ({"a": 1}, "0.2.0", "the peer speaks another version of the protocol"),
         ("0.2.0", "", "the peer speaks another version of the protocol"),
     ],
-)  # fmt: skip
+)
 def test_a_peer_of_another_version_is_told_what_to_install(peer, own, said):
     sentence = difference(peer, own)
     assert sentence.startswith(said) and "on every node" in sentence and "\n" not in sentence

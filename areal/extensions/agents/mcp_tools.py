@@ -224,11 +224,11 @@ def _is_repeated(structured: Any, texts: list[str]) -> bool:
     values = [structured]
     if isinstance(structured, dict) and len(structured) == 1:
         values += structured.values()
-    said: list[Any] = [texts, *texts]
+    readings: list[Any] = [texts, *texts]
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
-            said.append(json.loads(text))
-    return structured is None or any(value in said for value in values)
+            readings.append(json.loads(text))
+    return structured is None or any(value in readings for value in values)
 
 
 @with_hooks(check=lambda options: check(options["servers"]), rehearse=rehearse)

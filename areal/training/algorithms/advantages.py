@@ -123,8 +123,8 @@ def estimator_of(config: TrainerConfig) -> Estimator:
     if not inspect.isclass(target):
         return partial(target, **options)
     with explain((TypeError, ValueError), f"trainer.advantage {name!r}: {{why}}: correct trainer.advantage_options"):
-        made: Any = target(**options)
-    return made
+        estimator: Any = target(**options)
+    return estimator
 
 
 def compares_group(estimator: Estimator) -> bool:

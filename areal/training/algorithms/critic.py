@@ -26,9 +26,9 @@ def with_critic(inner: Algorithm, config: CriticConfig) -> Algorithm:
         return inner.advantages(replace(credits, returns=estimates, penalties=None))
 
     def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:
-        before, targets = row.columns["values"], row.columns["value_targets"]
+        old_values, targets = row.columns["values"], row.columns["value_targets"]
         out = inner.loss(outputs, row)
-        return replace(out, value_loss=value_loss(outputs.values, before, targets, config.value_clip))
+        return replace(out, value_loss=value_loss(outputs.values, old_values, targets, config.value_clip))
 
     return replace(inner, advantages=advantages, loss=loss, needs={**inner.needs, "values": "trainer.critic"})
 
