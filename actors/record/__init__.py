@@ -1,1 +1,4 @@
-"""The run's record as actors keep it: what it lacks, ways back, forks, copies."""
+"""A run folder before a run goes on from it: what the folder lacks, ways back, forks, copies.
+
+In: the folder of a run that has ended. Out: a folder that can be resumed, or a UserError. Read `completeness.py` first.
+"""

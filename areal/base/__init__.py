@@ -1,1 +1,4 @@
-"""What every other room uses: errors, texts, processes, secrets, plug-ins. It imports no other room."""
+"""What every other room uses: errors, texts, processes, secrets, plug-ins. It imports no other room.
+
+Read `errors.py` first, then `extensions.py`, the table by which names become objects.
+"""

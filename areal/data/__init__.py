@@ -1,5 +1,7 @@
 """Sources of rows: files, data sets, generated tasks, and the quickstart's own task and model.
 
+In: `data` of the configuration. Out: rows by index. Read `rows.py` first, then `sources.py`.
+
 The names in this package's `__all__` are public, for users' own workflows, environments and samplers.
 """
 

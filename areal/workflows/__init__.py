@@ -1,5 +1,7 @@
 """How one sample of a prompt is produced: sessions, conversations, built-in workflows, tools.
 
+In: a session and a row. Out: a trajectory. Read `session.py` first, then `builtin.py` and `conversation.py`.
+
 The names in `__all__` are public, for use in custom workflows, environments and tools.
 """
 
