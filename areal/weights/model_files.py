@@ -180,7 +180,10 @@ def only_model(folder: Path) -> Iterator[Path]:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name; empty if it has none. Raises UserError."""
+    """The numbers of elements of the weights in a model's folder, by name; empty if it has none, or is not on this
+    machine. Raises UserError."""
+    if not folder.is_dir():
+        return {}
     with explain(OSError, f"The model in {folder} cannot be read ({{why}}): copy or download it again."):
         return {name: math.prod(shape) for name, shape in model_files(folder).shapes.items()}
 

@@ -166,7 +166,8 @@ def test_a_bf16_model_under_zero_3_has_the_weights_and_positions_that_transforme
         assert torch.equal(result, buffer)
     weights = load_file(engine.export(tmp_path / "exported") / "model.safetensors")
     for name, tensor in load_file(folders / "model" / "model.safetensors").items():
-        assert torch.equal(weights[name], tensor.bfloat16())
+        # An export with adapters has each weight that no adapter changes as the model has it.
+        assert torch.equal(weights[name], tensor if lora else tensor.bfloat16())
     engine.close()
 
 

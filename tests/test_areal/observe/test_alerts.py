@@ -1,6 +1,7 @@
 """What goes wrong in a run is named, with the rollouts that show it; a run that learns has no alerts."""
 
 import json
+import re
 import sqlite3
 from pathlib import Path
 
@@ -289,5 +290,6 @@ def test_the_report_names_the_alerts_and_the_command_for_their_rollouts(tmp_path
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert main(["report", str(tmp_path)]) == 0
     page = Path(capsys.readouterr().out.strip()).read_text()
-    assert "<b>length collapse</b>: Completions have shrunk from 40 to 8 tokens" in page
-    assert f"python -m areal rollouts {tmp_path} --where &#34;step &gt;= 21 and step &lt;= 30" in page
+    (alert,) = json.loads(re.search(r"REPORT = (.*), WINDOW", page)[1])["alerts"]
+    assert alert["name"] == "length collapse" and "have shrunk from 40 to 8 tokens" in alert["text"]
+    assert f'areal rollouts {tmp_path} --where "step >= 21 and step <= 30' in alert["command"]

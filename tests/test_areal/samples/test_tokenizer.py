@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from fakes.scripted_policy import byte_tokenizer
+from safetensors.numpy import save_file
 from support.tiny_training import settings
 
 from areal.base.errors import UserError
@@ -52,7 +53,7 @@ def with_code(tmp_path, monkeypatch):
     config = {"model_type": "hostile", "architectures": ["Model"], "auto_map": auto}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Mine", "auto_map": auto}))
-    (folder / "model.safetensors").write_bytes(b"")
+    save_file({"weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
     yield folder
     assert not (tmp_path / "mark").exists()
