@@ -5,6 +5,7 @@ with a real DeepSpeed, a real master and its journal, and the test in the place 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,9 @@ class Manager:
     def __init__(self, master: str) -> None:
         self.bus = Bus("rollout_manager/0#test", network())
         self.master = master
+        # The master fences a member at whose address nobody listens.
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
 
     async def ask(self, message):
         return await self.bus.peer(self.master).ask(message, 30.0)
@@ -96,7 +100,7 @@ class Manager:
         """The address of a healthy trainer."""
         async with asyncio.timeout(SECONDS):
             while True:
-                welcome = await self.ask(Join(role="rollout_manager", index=0, address="tcp://127.0.0.1:1"))
+                welcome = await self.ask(Join(role="rollout_manager", index=0, address=self._address))
                 self.bus.identity.name = welcome.identity
                 for member in welcome.snapshot.members:
                     if member.role == "trainer" and member.state == "healthy" and member.address != not_this:
