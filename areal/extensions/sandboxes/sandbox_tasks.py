@@ -36,7 +36,7 @@ def pytest_sessionfinish(session):
 # Published names of tests end at the first space.
 _JUDGE = """
 import json, os, subprocess, sys
-os.environ["PYTHONPATH"] = "PLACE"
+os.environ["PYTHONPATH"] = os.pathsep.join(["PLACE", *filter(None, [os.environ.get("PYTHONPATH")])])
 names = json.load(open("PLACE/names.json"))
 files = sorted({name.split("::")[0] for name in names})
 subprocess.call([sys.executable, "-m", "pytest", "-p", "areal_outcomes", "-p", "no:cacheprovider"] + files)
