@@ -192,20 +192,6 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """The tools of the row's field `tools`, as chat templates take them; None if there are none. Raises ValueError."""
-    tools = row.fields.get("tools")
-    tools = _parsed(tools) if isinstance(tools, str) else tools
-    if not tools:
-        return None
-    tools = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
-    if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
-        raise ValueError(
-            "the row's tools are not a list of tools with name and parameters: correct or remove the field"
-        )
-    return [{"type": "function", "function": _without_nulls(tool)} for tool in tools]
-
-
 def prompt_text(prompt: Prompt) -> str:
     """The prompt as plain text: chat messages without roles, a blank line between them, a mark for each picture."""
     return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
