@@ -67,8 +67,9 @@ _BETWEEN_NUMBERS = re.compile(r"\s*,?\s*(?:and|or)\s*(?:[a-z](?:\(\w\)?)?\s*)?",
 # In texts that were escaped once too often.
 _DOUBLED = re.compile(r"(?<!\\)\\(?=\\(?:boxed|text|frac|sqrt|left|right|[gl]eq?)\b)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
-# Before an empty box that is a word for boxes, and no answer.
-_MENTION = re.compile(r"(?:\b(?:in|into|inside|within|using|with|an?|the)|^)[\s$`]*\Z", re.IGNORECASE)
+# Before an empty box that is a word for boxes, and no answer; and how far before the box that may stand.
+_MENTION = re.compile(r"\b(?:in|into|inside|within|using|with|an?|the)\Z", re.IGNORECASE)
+_MENTION_REACH = 40
 # Also the formulas that boxes stand in, and the left side of an equation.
 _BETWEEN_BOXES = re.compile(r"(?:[^.!?\n]{0,40}\b(?:and|or)|[^\w.!?\n]{0,20})\s*(?:[\w_{}]{1,20}\s*=)?\s*")
 _AFTER_BOX = re.compile(rf"[\s$\\)\]]{{0,9}}{PERCENT}", FLAGS)
@@ -86,7 +87,7 @@ class Candidate(NamedTuple):
 def extract(text: str, prompt: str = "") -> str | None:
     """The final answer of a text, as LaTeX; None if it gives none."""
     text = _DOUBLED.sub("", ascii_digits(text))
-    boxes = [box for box in _boxes(text) if box[2].strip() or not _MENTION.search(text[: box[0]])]
+    boxes = [box for box in _boxes(text) if box[2].strip() or not _is_mention(text, box[0])]
     if boxes and (later := _HOPE.search(text, boxes[-1][1])):
         text, boxes = text[later.start() :], []
     if filled := [box for box in boxes if box[2].strip()]:
@@ -202,6 +203,12 @@ def _joined(text: str, candidates: Iterable[Candidate]) -> list[Candidate]:
             candidate = Candidate(last.start, candidate.end, _all_of([last, candidate]), last.is_formula)
         joined.append(candidate)
     return joined
+
+
+def _is_mention(text: str, start: int) -> bool:
+    """Whether the empty box at `start` stands for boxes: after a word such as `in`, or before all else."""
+    before = text[max(0, start - _MENTION_REACH) : start].rstrip("$` \t\r\n")
+    return bool(_MENTION.search(before)) if before else start <= _MENTION_REACH
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:

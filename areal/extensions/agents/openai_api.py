@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.data.pictured import from_url
-from areal.data.rows import PICTURE_PARTS, text_of
+from areal.data.rows import PICTURE_PARTS
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
@@ -130,11 +130,10 @@ class SamplingFields(BaseModel, extra="allow"):
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
-_FORM = "only text can be trained, and a format forbids tokens, which the trainer does not know"
 _TOKENS = "it forbids or adds tokens, which the trainer does not know"
 REFUSED = {
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FORM),
-    **dict.fromkeys(("output_format", "format"), _FORM),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORM),
+    **dict.fromkeys(("output_format", "format"), NO_FORM),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "ignore_eos"), _TOKENS),
     **dict.fromkeys(("functions", "function_call"), "give tools instead"),
     "continue_final_message": "the policy cannot be made to begin with a given text",
@@ -446,14 +445,18 @@ def messages_of(request: ChatRequest, session: Session | None) -> list[Json]:
     """The messages of a request, whose pictures the session shows. Leading system messages are one, as most templates
     take one. Raises ApiError."""
     messages = [message_of(raw, session) for raw in request.messages]
-    leading = [*itertools.takewhile(lambda message: message["role"] == "system", messages)]
+    leading = [*itertools.takewhile(lambda message: message["role"] == "system" and _is_text(message), messages)]
     return [_joined(leading), *messages[len(leading) :]] if len(leading) > 1 else messages
 
 
 def _joined(messages: Sequence[Json]) -> Json:
     """One message with the texts of several."""
-    text = "\n\n".join(text_of(message["content"]) for message in messages if message["content"])
-    return messages[0] | {"content": text}
+    return messages[0] | {"content": "\n\n".join(message["content"] for message in messages if message["content"])}
+
+
+def _is_text(message: Json) -> bool:
+    """Whether a message has no pictures."""
+    return isinstance(message["content"], str)
 
 
 def accepted(messages: list[Json], tokenizer: Any) -> list[Json]:
@@ -464,8 +467,7 @@ def accepted(messages: list[Json], tokenizer: Any) -> list[Json]:
     result = messages[:1]
     for message in messages[1:]:
         message = message | {"role": "user"} if message["role"] == "system" else message
-        is_text = isinstance(message["content"], str) and isinstance(result[-1]["content"], str)
-        if message["role"] == result[-1]["role"] == "user" and is_text:
+        if message["role"] == result[-1]["role"] == "user" and _is_text(message) and _is_text(result[-1]):
             result[-1] = _joined([result[-1], message])
         else:
             result.append(message)

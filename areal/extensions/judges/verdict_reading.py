@@ -12,12 +12,13 @@ from typing import Any
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _NAME = r"(?:(?:my|the|final|overall|total)\s+)*(?:score|verdict|rating|grade|mark|judge?ment|answer|final)"
-_BEGIN = rf"^[\W_]*(?:{_NAME}\b[\W_]*(?:is\b[\W_]*)?)"
+_MARKS = r"(?:[^\w\n]|_)*"  # of one line: each line is looked at by itself
+_BEGIN = rf"^{_MARKS}(?:{_NAME}\b[\W_]*(?:is\b[\W_]*)?)"
 _DIGITS = r"(?<![\w.,-])(-?\d+(?:[.,]\d+)?(?:[eE]\d+)?)(?![\w%]|\s*%|[.,]\d|-\d)"
 # In 8/10 or "8 out of 10" the first number is the verdict.
 _NUMBER = rf"{_DIGITS}(?:\s*\**\s*(?:/|(?:\(\s*)?out of)\s*\d+(?:[.,]\d+)?)?"
 _END = r"(?=[^\w\n]*(?:\(.*)?$)"
-_NUMBER_LINE = re.compile(rf"(?:{_BEGIN}|^[\W_]*?){_NUMBER}{_END}", re.MULTILINE | re.IGNORECASE)
+_NUMBER_LINE = re.compile(rf"(?:{_BEGIN}|^{_MARKS}?){_NUMBER}{_END}", re.MULTILINE | re.IGNORECASE)
 _ANY_NUMBER = re.compile(_NUMBER, re.IGNORECASE)
 _LAST_NUMBER = re.compile(rf"{_NUMBER}\W*\Z", re.IGNORECASE)
 _NEGATED = re.compile(r"(?:\b(?:not|no|never|neither|nor|cannot)|n['’]t)\s+(?:\w+\s+)?[\W_]*\Z", re.IGNORECASE)
@@ -36,7 +37,7 @@ def choice_in(text: str, choices: Iterable[str]) -> str | None:
     text = _THINKING.sub("", text)
     by_name = {choice.casefold(): choice for choice in choices}
     words = "|".join(sorted(map(re.escape, choices), key=len, reverse=True))
-    alone = re.compile(rf"^[\W_]*?(?<!\w)({words})(?!\w){_END}", re.MULTILINE | re.IGNORECASE)
+    alone = re.compile(rf"^{_MARKS}?(?<!\w)({words})(?!\w){_END}", re.MULTILINE | re.IGNORECASE)
     named = re.compile(rf"{_BEGIN}(?<!\w)({words})(?!\w)", re.MULTILINE | re.IGNORECASE)
     if lines := sorted([*alone.finditer(text), *named.finditer(text)], key=lambda match: match.start(1)):
         return by_name.get(lines[-1][1].casefold())
@@ -49,12 +50,12 @@ def choice_in(text: str, choices: Iterable[str]) -> str | None:
 
 def field_in(text: str, field: str) -> Any:
     """The value of a field in the last object that stands in an answer by itself, not in another object. None: none."""
-    text, start, value = _THINKING.sub("", text), 0, None
+    text, start, value = _THINKING.sub("", text).rstrip(), 0, None
     while (start := text.find("{", start)) >= 0:
         try:
             read, start = json.JSONDecoder().raw_decode(text, start)
         except json.JSONDecodeError as error:
-            if not text[error.pos :].strip():  # it is cut: what it has in it is no verdict
+            if error.pos >= len(text):  # it is cut: what it has in it is no verdict
                 return None
             start += 1
             continue

@@ -775,6 +775,11 @@ def test_a_question_that_did_not_get_the_processor_is_a_failure_not_an_answer(mo
         limits.limited(lambda: time.sleep(60) is None)
 
 
+def test_of_many_empty_boxes_no_text_is_read_again_and_again():
+    assert final_answer.extract("x \\boxed{} " * 20_000) is None
+    assert final_answer.extract("\\boxed{42}" + " " * 50 + "\\boxed{}") is None
+
+
 def test_a_question_that_had_the_processor_for_long_has_no_answer_when_its_time_by_the_clock_is_over(monkeypatch):
     monkeypatch.setattr(limits, "CPU_SECONDS", 600.0)
     monkeypatch.setattr(limits, "WALL_SECONDS", 0.3)
