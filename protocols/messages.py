@@ -13,7 +13,7 @@
 | rollout_manager | master | GroupFailed | Done |
 | gateway | master | AskSession | SessionAnswer |
 | gateway | master | AdoptSessions | Sessions |
-| gateway | master | DiscardSession | Done |
+| gateway | master | DiscardSession | SessionDiscarded |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager, evaluator, gateway | scorer | OpenFlow | stream of TokensScored, CompletionsScored |
@@ -402,15 +402,23 @@ class AskSession(Message):
     mark: Name = ""
 
 
+class Receipt(Part):
+    """A reward of a user was taken: the group that became ready with it, and what the reward `gave`
+    (areal.samples.trajectory.Note), empty if an earlier version of this program took it."""
+
+    group: Name
+    gave: Name = ""
+
+
 class SessionAnswer(Message):
     """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
-    which another gateway may hold, the `holder`; "trained" if it was, or empty. `taken`: a session of this name became
-    ready with the reward of this mark."""
+    which another gateway may hold, the `holder`; "trained" if it was, or empty. `receipt`: of the reward of this mark,
+    with which a session of this name became ready; None if there is none."""
 
     session: SessionGroup | None = None
     state: Name = ""
     holder: Name = ""
-    taken: bool = False
+    receipt: Receipt | None = None
 
 
 class AdoptSessions(Message):
@@ -429,6 +437,13 @@ class DiscardSession(Message):
     session: Name
     group: Name = ""
     reason: Literal["expired", "deleted", "opted out", "failed"]
+
+
+class SessionDiscarded(Message):
+    """`count`: how many groups were discarded. `trained_in`: the steps that trained earlier groups of this name."""
+
+    count: Count
+    trained_in: Several[Count] = ()
 
 
 Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
@@ -696,6 +711,7 @@ class ScoredSample(Part):
     began: Number | None = None
     seconds: Number | None = None
     marks: Several[Name] = ()
+    gave: Several[Name] = ()
 
 
 class StoreSamples(Message):
@@ -848,7 +864,8 @@ class GroupReady(Message):
     """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
     mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
     tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
-    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`: as in areal.samples.trajectory.Note."""
+    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`, `gave`: as in
+    areal.samples.trajectory.Note."""
 
     group: Name
     start_version: int
@@ -859,6 +876,7 @@ class GroupReady(Message):
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
     marks: Several[Name] = ()
+    gave: Several[Name] = ()
 
 
 class GroupAccepted(Message):

@@ -7,9 +7,10 @@
 | GET /v1/sessions/ID | its state |
 | POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | its state, once the reward is stored |
 | POST /v1/sessions/ID/end | its state |
-| DELETE /v1/sessions/ID | {}, once none of it will be trained |
+| DELETE /v1/sessions/ID | how many sessions of this name are deleted, and which steps have trained earlier ones |
 """
 
+import asyncio
 import json
 import re
 import secrets
@@ -19,14 +20,16 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
 from actors.gateway.keys import UserKeys
-from actors.gateway.user_sessions import SessionCall, UserSession
+from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
 from areal.config.role_sections import GatewayConfig
 from areal.extensions.agents.anthropic_api import CountRequest
 from areal.extensions.agents.openai_api import ApiError, prompt_tokens
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
+from protocols.bus_errors import BusError
 
 SESSION_ID = re.compile(r"[\w.@+-]{1,100}")
 NO_SESSION = "-"
@@ -45,16 +48,13 @@ class SessionReward(BaseModel):
     call: str | None = None
     id: str = Field("", max_length=100)
 
-    def total(self, bounds: tuple[float, float]) -> float:
+    def within(self, bounds: tuple[float, float]) -> UserReward:
         """Raises ApiError if it is out of bounds."""
+        parts = self.reward if isinstance(self.reward, dict) else {}
         value = sum(self.reward.values()) if isinstance(self.reward, dict) else self.reward
         if not bounds[0] <= value <= bounds[1]:
             raise ApiError(f"a reward is from {bounds[0]:g} to {bounds[1]:g}, not {value:g}", "reward_out_of_range")
-        return value
-
-    @property
-    def parts(self) -> dict[str, float]:
-        return self.reward if isinstance(self.reward, dict) else {}
+        return UserReward(value, parts, self.call, self.id)
 
 
 class ServesSessions(Protocol):
@@ -62,13 +62,12 @@ class ServesSessions(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+    def check_call(self, name: str, mark: str) -> None: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
     async def state(self, name: str) -> dict[str, Any]: ...
-    async def reward(
-        self, name: str, value: float, parts: dict[str, float], call: str | None, mark: str
-    ) -> dict[str, Any]: ...
+    async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
     async def end(self, name: str) -> dict[str, Any]: ...
-    async def delete(self, name: str) -> None: ...
+    async def delete(self, name: str) -> dict[str, Any]: ...
 
 
 class GatewayEndpoint(OpenAIEndpoint):
@@ -88,6 +87,7 @@ class GatewayEndpoint(OpenAIEndpoint):
 
     def _app(self) -> web.Application:
         app = super()._app()
+        app.middlewares.append(_with_the_run)
         app.router.add_post("/v1/sessions", self._begin_session)
         app.router.add_get("/v1/sessions/{id}", self._state)
         app.router.add_delete("/v1/sessions/{id}", self._delete)
@@ -111,12 +111,15 @@ class GatewayEndpoint(OpenAIEndpoint):
             raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
         session_name = own_session or f"{name}:{_session_id(request, data)}"
         train = self._keys.configured[name].train and request.headers.get("X-Areal-Train", "yes") != "no"
-        session = await self._sessions.open_session(session_name, train)
         mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
+        is_first = not mark and retries == "0"  # the same may be asked twice
         if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
             mark = sha256(data).hexdigest()
-            if retries == "0":  # no retry: the same may be asked twice
-                session.forget_call(mark)
+        if not is_first:
+            self._sessions.check_call(session_name, mark)
+        session = await self._sessions.open_session(session_name, train)
+        if is_first:
+            session.forget_call(mark)
         call = SessionCall(**vars(session.open), session=session, mark=mark, keys=self._keys)
         return call, body
 
@@ -156,17 +159,31 @@ class GatewayEndpoint(OpenAIEndpoint):
     async def _reward_session(self, request: web.Request) -> web.Response:
         session = self._named(request, "reward", "reward_all")
         body = parse(SessionReward, await body_of(request))
-        value = body.total(self._settings.reward_range)
-        return web.json_response(await self._sessions.reward(session, value, body.parts, body.call, body.id))
+        reward = body.within(self._settings.reward_range)
+        return web.json_response(await self._sessions.reward(session, reward))
 
     async def _end(self, request: web.Request) -> web.Response:
         return web.json_response(await self._sessions.end(self._named(request, "serve")))
 
     async def _delete(self, request: web.Request) -> web.Response:
         session = self._named(request, "serve")
-        await self._sessions.delete(session)
+        answer = await self._sessions.delete(session)
         self._keys.forget(session)
-        return web.json_response({})
+        return web.json_response(answer)
+
+
+@web.middleware
+async def _with_the_run(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Raises ApiError where the run has ended, or the gateway is no part of it any more."""
+    try:
+        return await handler(request)
+    except BusError as error:
+        raise ApiError(UNAVAILABLE.replace("{why}", str(error)), "unavailable", 503) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # the client has gone
+            raise
+        raise ApiError(UNAVAILABLE.replace("{why}", "it is ending"), "unavailable", 503) from None
 
 
 def _session_id(request: web.Request, data: bytes) -> str:

@@ -16,14 +16,14 @@ import structlog
 
 from actors.gateway.endpoint import NO_SESSION
 from actors.gateway.keys import UserKeys
-from actors.gateway.user_sessions import UserSession, note_error
+from actors.gateway.user_sessions import UserReward, UserSession, note_error
 from actors.runtime.membership import Membership
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Sampling
 from areal.base.errors import explain
 from areal.extensions.agents.openai_api import ApiError
 from areal.samples.trajectory import row_text
-from protocols.bus_errors import BusError, RefusedError
+from protocols.bus_errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AdoptSessions,
     AskCalls,
@@ -38,6 +38,7 @@ from protocols.messages import (
     RenewLeases,
     ScoredSample,
     SessionAnswer,
+    SessionDiscarded,
     SessionGroup,
     Sessions,
     StoreCalls,
@@ -54,6 +55,8 @@ FIRST_TOKENS = 256
 REWARDED = ("ready", "batched", "trained")
 # The state of a session of which nothing is known here.
 GONE = "gone"
+# Answered calls of sessions that have ended, which are known.
+ANSWERED = 10_000
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -67,6 +70,16 @@ class SessionLinks:
         self._member = member
         self._sampling = sampling
         self._drop = drop
+
+    async def discard(self, name: str, reason: Any, group: str = "") -> SessionDiscarded:
+        """Give up a group of this name, or all that are alive. Raises ApiError if a batch has one."""
+        request = DiscardSession(session=name, group=group, reason=reason)
+        try:
+            return await self._member.ask_master(request, SessionDiscarded)
+        except FencedError:
+            raise
+        except RefusedError as error:
+            raise ApiError(f"it cannot be deleted any more: {error}", "in_training", 409) from None
 
     async def ask(self, name: str, opens: bool, mark: str = "") -> SessionAnswer:
         return await self._member.ask_master(AskSession(session=name, opens=opens, mark=mark), SessionAnswer)
@@ -93,6 +106,8 @@ class SessionLinks:
         stored, where it is asked for again, or at another gateway already."""
         try:
             return await self._sampling.ask_trainer(request, answer)
+        except FencedError:
+            raise
         except RefusedError as error:
             self._drop(session)
             raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None
@@ -112,6 +127,7 @@ class OpenSessions:
         self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
         self._works: set[asyncio.Task[Any]] = set()
         self._opening: dict[str, asyncio.Lock] = {}
+        self._answered: dict[tuple[str, str], None] = {}  # name and call's mark, of sessions that have ended
         self.counts = Counter[str]()
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
 
@@ -161,6 +177,12 @@ class OpenSessions:
     def tokenizer(self) -> Any:
         return self._sampling.services.tokenizer
 
+    def check_call(self, name: str, mark: str) -> None:
+        """Raises ApiError if a session of this name that has ended has answered the call with this mark."""
+        if mark and (name, mark) in self._answered:
+            why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
+            raise ApiError(why, "session_over", 409)
+
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
         if self._member.state == "draining":
@@ -198,35 +220,33 @@ class OpenSessions:
         state = "untrained" if session.group is None else "ended" if session.ended else "open"
         return {"id": name, "state": state, "version": version, "tokens": session.sample.tokens_sampled}
 
-    async def reward(
-        self, name: str, value: float, parts: dict[str, float], call: str | None, mark: str
-    ) -> dict[str, Any]:
+    async def reward(self, name: str, reward: UserReward) -> dict[str, Any]:
         """The reward of a session ends it: once its sample is ready, or given up, that is the answer. That of a call is
-        stored with its session. mark: the client's id for it, or empty: a repeat has the same answer."""
-        session = await self._find(name, mark)
+        stored with its session. A repeat with the same mark has the same answer."""
+        session = await self._find(name, reward.mark)
         if isinstance(session, SessionAnswer):
-            earlier = _known_reward(session, name, call, mark)
+            earlier = _known_reward(session, name, reward)
             return earlier or {"id": name, "state": session.state or GONE, "changed": False}
-        return await self._see_through(self._reward(session, value, parts, call, mark))
+        return await self._see_through(self._reward(session, reward))
 
-    async def _reward(
-        self, session: UserSession, value: float, parts: dict[str, float], call: str | None, mark: str
-    ) -> dict[str, Any]:
-        name = session.name
+    async def _reward(self, session: UserSession, reward: UserReward) -> dict[str, Any]:
+        name, mark, call = session.name, reward.mark, reward.call
         async with session.rewarding:
             earlier = None
-            if mark and (session.rewarded or mark not in session.marks):
-                earlier = _known_reward(await self._links.ask(name, False, mark), name, call, mark)
+            _check_gave(session.gave.get(mark, ""), reward)
+            if mark and (session.rewarded or mark not in session.gave):
+                earlier = _known_reward(await self._links.ask(name, False, mark), name, reward, session.admitted)
             if earlier or session.group is None or session.rewarded:  # its lease may have ended meanwhile
                 return earlier or await self.state(name) | {"changed": False}
             if call is not None:
-                session.give_reward(value, call, mark)
+                session.give_reward(reward.value, call, mark)
                 await session.save()
                 return _taken(name, call)
             is_first = not (session.group.resumed or session.is_over)
-            accepted = await self._finish(session, value, parts, mark)
+            accepted = await self._finish(session, reward)
             if mark and not (is_first and accepted):  # what the trainer has may be of a request before
-                accepted = bool(_known_reward(await self._links.ask(name, False, mark), name, call, mark))
+                answer = await self._links.ask(name, False, mark)
+                accepted = bool(_known_reward(answer, name, reward, session.admitted))
             return _taken(name, call) if accepted else {"id": name, "state": GONE, "changed": False}
 
     async def end(self, name: str) -> dict[str, Any]:
@@ -236,14 +256,19 @@ class OpenSessions:
         await self._see_through(self._end(session))
         return await self.state(name)
 
-    async def delete(self, name: str) -> None:
-        if session := self._sessions.pop(name, None):
-            session.close()
-        self.count("deleted")
+    async def delete(self, name: str) -> dict[str, Any]:
+        """Give up all sessions of this name that are not trained yet. Says how many, and which steps have trained
+        earlier ones."""
+        session, discarded = self._sessions.get(name), SessionDiscarded(count=0)
         if self._config.max_sessions:
-            in_training = partial(ApiError, code="in_training", status=409)
-            with explain(RefusedError, "it cannot be deleted any more: {why}", in_training):
-                await self._member.ask_master(DiscardSession(session=name, reason="deleted"), Done)
+            discarded = await self._links.discard(name, "deleted")
+        if session is not None:
+            self._end_for_good(session)
+        untrained = int(session is not None and session.group is None)
+        deleted, steps = untrained + discarded.count, [*discarded.trained_in]
+        self.counts["deleted"] += deleted
+        state = "trained" if steps else "deleted" if deleted else GONE
+        return {"id": name, "state": state, "deleted": deleted, "trained_in": steps}
 
     async def _begin(self, name: str, train: bool) -> UserSession:
         group = None
@@ -304,9 +329,9 @@ class OpenSessions:
             if session.rewarded:
                 return
             if session.group is None:
-                self._drop(session)
+                self._end_for_good(session)
             elif session.chat.rewards:
-                await self._finish(session, None, {})
+                await self._finish(session)
             elif self._settings.score and session.sample.calls:
                 await self._score(session)
             else:
@@ -323,12 +348,10 @@ class OpenSessions:
                 session.ended = False
                 return
             if session.group is None:  # it has expired meanwhile
-                return self._drop(session)
-            await self._finish(session, score, session.sample.reward_parts)
+                return self._end_for_good(session)
+            await self._finish(session, UserReward(score, session.sample.reward_parts, None, ""))
 
-    async def _finish(
-        self, session: UserSession, reward: float | None, parts: dict[str, float], mark: str = ""
-    ) -> bool:
+    async def _finish(self, session: UserSession, reward: UserReward | None = None) -> bool:
         """Have the trainer store the sample. Returns False if it is not trained: it was deleted, or has expired."""
         group = session.group
         assert group is not None
@@ -336,15 +359,17 @@ class OpenSessions:
         if not session.sample.calls:
             raise ApiError("nothing was sampled in this session", "no_calls")
         with explain(ValueError, "the session cannot be trained: {why}", partial(ApiError, code="bad_reward")):
-            trajectory = session.sample.trajectory(reward)
+            trajectory = session.sample.trajectory(None if reward is None else reward.value)
+        gave = session.gave | ({reward.mark: reward.gave} if reward and reward.mark else {})
         fields = {"session": session.name, "messages": session.sample.messages}
         sample = ScoredSample(
             place=0,
             frame=np.frombuffer(trajectory.frame(), np.uint8),
-            parts=parts,
+            parts=dict(reward.parts) if reward else {},
             discarded=max(0, session.sample.tokens_sampled - int(trajectory.sampled.sum())),
             generators=tuple(session.sample.generators),
-            marks=(*session.marks, *filter(None, [mark])),
+            marks=tuple(gave),
+            gave=tuple(gave.values()),
         )
         request = StoreSamples(
             group=group.group,
@@ -357,15 +382,23 @@ class OpenSessions:
         session.rewarded = True
         self.count("rewarded" if accepted else "expired")
         self._sampling.services.succeeded += accepted
-        self._drop(session)
+        self._end_for_good(session)
         return accepted
 
     async def _discard(self, session: UserSession, reason: Any) -> None:
-        self._drop(session)
+        self._end_for_good(session)
         if session.group is not None:
             self.count(reason)
-            discard = DiscardSession(session=session.name, group=session.group.group, reason=reason)
-            await self._member.ask_master(discard, Done)
+            await self._links.discard(session.name, reason, session.group.group)
+
+    def _end_for_good(self, session: UserSession) -> None:
+        """Drop a session that goes on nowhere. Its answered calls are not answered anew, in another session."""
+        unnamed = f"{session.key}:{NO_SESSION}"
+        name = unnamed if self._unnamed.get(session.key) == session.name else session.name
+        self._answered |= dict.fromkeys((name, mark) for mark in session.answered)
+        while len(self._answered) > ANSWERED:
+            del self._answered[next(iter(self._answered))]
+        self._drop(session)
 
     def _drop(self, session: UserSession) -> None:
         session.close()
@@ -392,10 +425,12 @@ class OpenSessions:
             if answer.session:
                 self._adopt_soon(answer.session)
             return
+        if answer.state in REWARDED:  # at another gateway
+            return self._end_for_good(session)
         self.count("expired")
         session.group = None  # its calls are served, and none of it is trained
         if session.ended:
-            self._drop(session)
+            self._end_for_good(session)
 
     def _adopt_soon(self, orphan: SessionGroup) -> None:
         """Leases are renewed while the trainer is away."""
@@ -416,12 +451,27 @@ class OpenSessions:
             await self._discard(session, "expired")
 
 
-def _known_reward(answer: SessionAnswer, name: str, call: str | None, mark: str) -> dict[str, Any] | None:
-    """The answer to a reward that came before with this mark; None: there is none. Raises ApiError if another one has
-    ended the session."""
-    if mark and not answer.taken and answer.state in REWARDED:
-        raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
-    return _taken(name, call) if answer.taken else None
+def _known_reward(
+    answer: SessionAnswer, name: str, reward: UserReward, group: str | None = None
+) -> dict[str, Any] | None:
+    """The answer to a reward that came before with this mark; None: there is none. group: of the session that is here.
+    Raises ApiError if another reward has ended the session, or if the mark is of another reward or session."""
+    receipt = answer.receipt
+    if receipt is None:
+        if reward.mark and answer.state in REWARDED:
+            raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
+        return None
+    _check_gave(receipt.gave, reward)
+    if group not in (None, receipt.group):
+        why = f"the reward with this id was taken for an earlier session {name}: give this one's an id of its own"
+        raise ApiError(why, "id_in_use", 409)
+    return _taken(name, reward.call)
+
+
+def _check_gave(gave: str, reward: UserReward) -> None:
+    """Raises ApiError if what came before with the mark gave something else. gave: empty if that is not known."""
+    if gave not in ("", reward.gave):
+        raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)
 
 
 def _taken(name: str, call: str | None) -> dict[str, Any]:

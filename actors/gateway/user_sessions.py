@@ -8,8 +8,9 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +20,20 @@ from actors.gateway.keys import UserKeys
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
+from areal.base.errors import explain
 from areal.data.rows import Row
 from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
 from areal.extensions.agents.openai_endpoint import OpenSample
 from areal.samples.table import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep
+from protocols.bus_errors import BusError
 from protocols.messages import SessionGroup
 
 MAX_REWARDS = 1024
 """Of the answers of a session."""
+ELSEWHERE = "the session goes on elsewhere, or has ended: ask again"
+UNAVAILABLE = "this gateway has no part in the run now ({why}): ask again, or ask another gateway"
 
 
 class UserSample(SampleSession):
@@ -69,6 +74,21 @@ class UserSample(SampleSession):
         super().count(versions)
 
 
+class UserReward(NamedTuple):
+    """A reward of the answer with the id `call`, or of the session (None); its parts, by name. mark: the client's id
+    for it, or empty."""
+
+    value: float
+    parts: Mapping[str, float]
+    call: str | None
+    mark: str
+
+    @property
+    def gave(self) -> str:
+        """As a receipt has it (areal.samples.trajectory.Note)."""
+        return f"{self.value:.9g} {self.call or ''}".strip()
+
+
 class AnsweredCall(NamedTuple):
     """A finished call: its answer's id, and the client's id for it, with its number among the answers; its messages,
     the other fields of its request, and the answer's message and finish, as places in the session's parts."""
@@ -81,7 +101,8 @@ class AnsweredCall(NamedTuple):
 
 
 class UserSession:
-    """See the module. name: of its key and its id. group: its permit; None: it is served, and not trained.
+    """See the module. name: of its key and its id. group: its permit; None: it is served, and not trained. `admitted`:
+    the group that it is or was; empty if it never had a permit.
 
     save: has the trainer store a frame. `ended`: it takes no calls any more, and waits for its reward. `rewarded`: the
     reward has come, and it is ready or given up.
@@ -96,6 +117,7 @@ class UserSession:
         on_start: "Callable[[UserSession, int], None]",
     ) -> None:
         self.name, self.key, self.group = name, name.partition(":")[0], group
+        self.admitted = group.group if group else ""
         self.sample = UserSample(services, name, group, lambda version: on_start(self, version))
         self.chat = ChatSession(self.sample)
         self.open = OpenSample(self.chat)
@@ -109,7 +131,7 @@ class UserSession:
         self.is_over = False  # its sample is made, and takes no call any more
         self._turns: list[AnsweredCall] = []
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
-        self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
+        self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
 
@@ -119,16 +141,18 @@ class UserSession:
         return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
 
     @property
-    def marks(self) -> list[str]:
-        """The client's ids of the rewards of its answers."""
-        return [mark for _, _, mark in self._rewards if mark]
+    def gave(self) -> dict[str, str]:
+        """What the rewards of its answers gave, by the client's ids of them."""
+        return {mark: UserReward(value, {}, answer, mark).gave for answer, value, mark in self._rewards if mark}
+
+    @property
+    def answered(self) -> set[str]:
+        """The client's ids of the calls that have their answer."""
+        return {key.rpartition("/")[0] for key, call in self._calls.items() if is_answered(call)}
 
     def give_reward(self, value: float, answer: str, mark: str) -> None:
-        """Set the reward of an answer, unless it came before with this mark. Raises ApiError, also if another one came
-        with this mark."""
-        if mark and (earlier := next((reward for reward in self._rewards if reward[2] == mark), None)):
-            if earlier[:2] != (answer, value):
-                raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        if mark in self.gave:
             return
         if len(self._rewards) >= MAX_REWARDS:
             raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
@@ -141,12 +165,12 @@ class UserSession:
         if not mark:
             return await self._turn(request, name, on_text, mark)
         call = self._calls.get(mark)
-        if call is None or (call.done() and (call.cancelled() or call.exception())):
+        if call is None or (call.done() and not is_answered(call)):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
         await asyncio.wait([call])
         if call.cancelled():
-            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+            raise ApiError(ELSEWHERE, "elsewhere", 409)
         answer = call.result()
         self.chat.name_answer(name, answer)
         return answer
@@ -169,6 +193,8 @@ class UserSession:
             self._add_turn(request, name, answer, mark)
             await self.save()
         except SampleFailed as failure:
+            if self.sample.closed:
+                raise ApiError(ELSEWHERE, "elsewhere", 409) from None
             raise ApiError(f"the call has failed: {failure}", "call_failed") from None
         finally:
             self.running -= 1
@@ -233,6 +259,10 @@ def _since_boot() -> tuple[str, float]:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), time.monotonic()
 
 
+def is_answered(call: asyncio.Task[Answer]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
+
+
 def note_error(task: asyncio.Task[Any]) -> None:
     """Whoever waits for the task hears of its error. If nobody does any more, asyncio is not to report it."""
     if not task.cancelled():
@@ -245,24 +275,35 @@ async def _same(answer: Answer) -> Answer:
 
 @dataclass(kw_only=True)
 class SessionCall(OpenSample):
-    """One call of a session, as the endpoint answers it. mark: the client's id for it. keys: count its tokens."""
+    """One call of a session, as the endpoint answers it. mark: the client's id for it. keys: count its tokens.
+    version: of the first tokens; None until they are there."""
 
     session: UserSession
     mark: str
     keys: UserKeys
     number: int = 0
+    version: int | None = None
 
     async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
         mark = f"{self.mark}/{self.number}" if self.mark else ""
         self.number += 1
-        answer = await self.session.answer(request, name, on_text, mark)
+
+        def on_piece(text: str) -> None:
+            if self.version is None:
+                self.version = self.session.sample.newest_version
+            assert on_text is not None  # else this is not called
+            on_text(text)
+
+        with explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)):
+            answer = await self.session.answer(request, name, on_text and on_piece, mark)
+        if self.version is None and len(answer.sampled):
+            self.version = int(answer.sampled.versions[0])
         self.keys.count(self.session.key, "tokens", len(answer.sampled))
         return answer
 
     def headers(self) -> dict[str, str]:
-        version = self.session.sample.newest_version
         return {
             "X-Session-Id": self.session.name,
-            "X-Areal-Version": "" if version is None else f"{version}",
+            "X-Areal-Version": "" if self.version is None else f"{self.version}",
             "X-Areal-Trained": "no" if self.session.group is None else "yes",
         }

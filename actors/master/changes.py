@@ -45,7 +45,7 @@ class PublishedChange(Change):
 
 class Rewarded(Change):
     """A group became ready at `version`. mean, spread: of the rewards of its samples. tokens, discarded: how many were
-    sampled for these, and for others. marks: the ids that a user gave the rewards of a session."""
+    sampled for these, and for others. marks, gave: as in areal.samples.trajectory.Note."""
 
     group: str
     row: int
@@ -57,6 +57,7 @@ class Rewarded(Change):
     tokens: int
     discarded: int
     marks: tuple[str, ...] = ()
+    gave: tuple[str, ...] = ()
 
 
 class TokensDiscarded(Change):

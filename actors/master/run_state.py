@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from areal.staleness.ledger_state import (
     LOST_WITH_THE_SPOOL,
     ROLLED_BACK,
     Admitted,
+    Committed,
     Discarded,
     Event,
     LedgerSettings,
@@ -56,18 +58,19 @@ from areal.staleness.ledger_state import (
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
-from protocols.messages import EvaluationDone, Member, Policy
+from protocols.messages import EvaluationDone, Member, Policy, Receipt
 
 # Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
 # the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
-# Rewards of sessions that are known after they were taken: whoever repeats one of the last hears so.
+# Rewards of sessions that are known after they were taken, and names of sessions that were trained: whoever asks about
+# one of the last hears so.
 RECEIPTS = 10_000
 # The attributes of `RunState` that a snapshot has as they are.
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
-    "rollbacks", "abandoning", "added_rewards", "receipts",
+    "rollbacks", "abandoning", "added_rewards", "receipts", "trained_sessions",
 )  # fmt: skip
 
 
@@ -111,8 +114,11 @@ class RunState:
         # Groups that became ready since the last step, also filtered: their number, and the sum of mean rewards.
         self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
-        # The session that became ready, by its name and a mark of its rewards, and the last one by its name alone.
+        # The group that became ready and what the reward gave, by the session's name and a mark of the reward; the last
+        # group of a name by the name alone.
         self.receipts: dict[str, str] = {}
+        # The steps that have trained sessions of a name.
+        self.trained_sessions: dict[str, list[int]] = {}
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
         self._new = deepcopy(self.dump())
@@ -239,12 +245,22 @@ class RunState:
                 self._drop(group_id)
             case Opened(session=session):
                 self.receipts.pop(session, None)
+            case Committed(version):
+                self._note_trained(version + 1)
             case LedgerSettings(steps=steps) if steps != self.ledger.state.settings.steps:
                 self.not_evaluated.pop(steps, None)  # it is evaluated after all, as the last version
 
+    def _note_trained(self, step: int) -> None:
+        batch = self.ledger.state.steps.batch
+        assert batch is not None  # it is committed now
+        for group in map(self.ledger.state.groups.get, batch.group_ids):
+            if group is not None and group.session:
+                self.trained_sessions.setdefault(group.session, []).append(step)
+        _shorten(self.trained_sessions)
+
     def _drop(self, group: str) -> None:
         if group in self.rewards:
-            self.receipts = {key: of for key, of in self.receipts.items() if of != group}
+            self.receipts = {key: of for key, of in self.receipts.items() if of.partition(" ")[0] != group}
         self._forget_reward(group)
         self.tokens_discarded += self.tokens.pop(group, 0)
 
@@ -303,10 +319,15 @@ class RunState:
         if group is None:  # filtered
             self._drop(rewarded.group)
         elif group.session:
-            keys = [group.session, *(f"{group.session} {mark}" for mark in rewarded.marks)]
-            self.receipts |= dict.fromkeys(keys, group.group_id)
-            while len(self.receipts) > RECEIPTS:
-                del self.receipts[next(iter(self.receipts))]
+            self.receipts[group.session] = group.group_id
+            for mark, gave in zip_longest(rewarded.marks, rewarded.gave, fillvalue=""):
+                self.receipts[f"{group.session} {mark}"] = f"{group.group_id} {gave}"
+            _shorten(self.receipts)
+
+    def receipt(self, session: str, mark: str) -> Receipt | None:
+        """That of the reward with this mark of a session with this name."""
+        group, _, gave = self.receipts.get(f"{session} {mark}", "").partition(" ")
+        return Receipt(group=group, gave=gave) if mark and group else None
 
     def _apply_rows_scored(self, scored: RowsScoredChange) -> None:
         if self._partial != (scored.version, scored.conditions):
@@ -388,6 +409,12 @@ class RunState:
         self.history.load(dump["history"])
         for name in PLAIN:
             setattr(self, name, dump[name])
+
+
+def _shorten(known: dict[str, Any]) -> None:
+    """Forget the oldest entries beyond RECEIPTS."""
+    while len(known) > RECEIPTS:
+        del known[next(iter(known))]
 
 
 def _conditions_of(config: Config) -> str:

@@ -10,8 +10,8 @@ from protocols.messages import (
     AdoptSessions,
     AskSession,
     DiscardSession,
-    Done,
     SessionAnswer,
+    SessionDiscarded,
     SessionGroup,
     Sessions,
 )
@@ -39,13 +39,12 @@ class SessionRequests(HandlesRequests):
             if self._run.free_sessions():
                 served = self._run.evaluations.served
                 group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
-        receipts, mark = self._run.state.receipts, request.message.mark
-        taken = bool(mark) and f"{name} {mark}" in receipts
+        receipt = self._run.state.receipt(name, request.message.mark)
         if group is None:
-            return SessionAnswer(state="trained" if name in receipts else "", taken=taken)
+            return SessionAnswer(state="trained" if name in self._run.state.receipts else "", receipt=receipt)
         mine = group.state is GroupState.OPEN and group.owner == owner
         session = _described(group, resumed) if mine else None
-        return SessionAnswer(session=session, state=group.state.value, holder=group.owner, taken=taken)
+        return SessionAnswer(session=session, state=group.state.value, holder=group.owner, receipt=receipt)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
         return self._run.ledger.leases.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
@@ -57,7 +56,7 @@ class SessionRequests(HandlesRequests):
         return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
 
     @handles(DiscardSession)
-    async def discard_session(self, request: Request[DiscardSession]) -> Done:
+    async def discard_session(self, request: Request[DiscardSession]) -> SessionDiscarded:
         self._run.member(request, "gateway")
         name, reason = request.message.session, request.message.reason
         groups = [
@@ -71,7 +70,8 @@ class SessionRequests(HandlesRequests):
             self._run.ledger.discard(group.group_id, reason)
             log.info("session discarded", session=name, group=group.group_id, reason=reason)
         self._run.changed.notify()
-        return Done()
+        steps = self._run.state.trained_sessions.get(name, ())
+        return SessionDiscarded(count=len(groups), trained_in=tuple(steps))
 
 
 def _described(group: LedgerGroup, resumed: bool) -> SessionGroup:

@@ -80,6 +80,7 @@ class TrainingRequests(HandlesRequests):
                 tokens=ready.tokens,
                 discarded=ready.discarded,
                 marks=ready.marks,
+                gave=ready.gave,
             )
             self._run.state.emit(rewarded)
             self._run.progress.note_progress()

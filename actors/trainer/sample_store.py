@@ -92,7 +92,8 @@ class SampleStore(HandlesRequests):
             self._check_pictures(trajectory, digests)
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
+        times = sample.began, sample.seconds
+        note = Note(sample.parts, sample.discarded, sample.generators, *times, sample.marks, sample.gave)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
@@ -248,4 +249,5 @@ def _ready_report(group: Group) -> GroupReady:
         discarded=sum(note.discarded for note in group.notes),
         reward_parts=mean_parts(note.parts for note in group.notes),
         marks=tuple(mark for note in group.notes for mark in note.marks),
+        gave=tuple(gave for note in group.notes for gave in note.gave),
     )

@@ -256,7 +256,8 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
 class Note(NamedTuple):
     """What is known of a sample beside its tokens: the parts of its reward, the number of tokens that were sampled for
     it and are not in it, and for the rollouts that the run keeps the generators that sampled it, when it began (seconds
-    since 1970) and how long it took. marks: the ids that a user gave the rewards of a session."""
+    since 1970) and how long it took. marks: the ids that a user gave the rewards of a session. gave: what the reward of
+    each mark gave: a value, and the id of the answer if it was not the session's."""
 
     parts: Mapping[str, float] = {}
     discarded: int = 0
@@ -264,6 +265,7 @@ class Note(NamedTuple):
     began: float | None = None
     seconds: float | None = None
     marks: Sequence[str] = ()
+    gave: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ _MOVE_CALLS = """
     AND NOT EXISTS (SELECT 1 FROM parts WHERE id = ?1 AND place = ?3)
 """
 
+# The fields of a note that are sequences.
+_SEQUENCES = "generators", "marks", "gave"
+
 Changes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Statements, each with its values, that belong together."""
 
@@ -292,7 +295,7 @@ class Spool:
             f"The spool {self._file} was written by another version of this program (group {group_id}: {{why}}): go on "
         )
         with explain((TypeError, ValueError), f"{other}with the run by that version.", SpoolDamage):
-            notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in ("generators", "marks")}),)
+            notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in _SEQUENCES}),)
             return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 

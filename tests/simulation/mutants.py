@@ -77,6 +77,7 @@ from protocols.messages import (
     Message,
     Permit,
     Recovery,
+    SessionDiscarded,
     StoredSamples,
     StoreSamples,
     TokenColumns,
@@ -919,7 +920,7 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
 
     async def ask(member: Membership, message: Message, *more: Any) -> Any:
         deletes = isinstance(message, DiscardSession) and message.reason == "deleted"
-        return Done() if deletes else await ask_master(member, message, *more)
+        return SessionDiscarded(count=1) if deletes else await ask_master(member, message, *more)
 
     return patch.multiple(Membership, ask_master=ask)
 

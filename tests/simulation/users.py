@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any, Protocol
 
+from actors.gateway.user_sessions import UserReward
 from areal.extensions.agents.openai_api import ApiError, ChatRequest
 from protocols.bus_errors import BusError
 from simulation.book import Violation
@@ -121,6 +122,7 @@ class _Conversation:
         messages = list(self._messages)
 
         async def call(gateway: Any) -> Any:
+            gateway.check_call(self.name, mark)
             session = await gateway.open_session(self.name, True)
             request = ChatRequest(messages=messages)
             answer = await session.answer(request, f"answer {self._random.random()}", None, mark)
@@ -137,13 +139,14 @@ class _Conversation:
 
         async def reward(gateway: Any) -> Any:
             try:
-                state = await gateway.reward(self.name, value, {}, None, mark)
+                state = await gateway.reward(self.name, UserReward(value, {}, None, mark))
             except ApiError as error:
                 if error.code == "no_calls":
                     self._world.oracle.fail(Violation(f"{self.name} has calls, but is told: {error}"))
-                if error.code != "rewarded":
+                if error.code not in ("rewarded", "id_in_use"):
                     raise
-                state = {"state": "ready", "changed": False}
+                # With its id it was taken before: for an earlier session, since a late call has begun another.
+                state = {"state": "ready", "changed": error.code == "id_in_use"}
             if state["state"] == "ready":
                 self._world.oracle.rewarded(self.name, value if state["changed"] else None)
             if mark and state["changed"]:

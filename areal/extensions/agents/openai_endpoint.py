@@ -41,8 +41,8 @@ from areal.workflows.tools import Tool, Tools
 MAX_BODY_BYTES = 32 * 2**20
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
 CLOSE_SECONDS = 1.0
-# Whoever is refused for now, with this status, is told to come again after so many seconds.
-TOO_MANY, RETRY_AFTER = 429, "5"
+# Whoever is refused for now, with one of these statuses, is told to come again after so many seconds.
+FOR_NOW, RETRY_AFTER = (429, 503), "5"
 NO_REWARD = (
     "a reward needs the sample's reward key as `key`, which an agent gets where "
     "rollout_manager.workflow_options.agent_reward is true: the run's reward functions score all other samples "
@@ -223,7 +223,7 @@ def key_of(request: web.Request) -> str:
 
 
 def _error(request: web.Request, error: ApiError) -> web.Response:
-    message, headers = str(error), {"Retry-After": RETRY_AFTER} if error.status == TOO_MANY else {}
+    message, headers = str(error), {"Retry-After": RETRY_AFTER} if error.status in FOR_NOW else {}
     if request.path.startswith("/v1/messages"):
         body = anthropic_api.error_body(error.status, message, error.code)
     else:

@@ -19,12 +19,13 @@ import pytest
 from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
+from actors.gateway.user_sessions import UserReward
 from actors.master.changes import Rewarded, Stepped
 from actors.master.run_state import RunState
 from actors.master.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch
-from actors.sampling.jobs import Call
+from actors.sampling.jobs import Call, ended
 from actors.sampling.sampling import Sampling
 from actors.trainer.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
@@ -38,12 +39,11 @@ from areal.staleness.ledger_state import EXPIRED, Batch, GroupState
 from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
-from protocols.bus_errors import BusyError, RefusedError
+from protocols.bus_errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
     DiscardSession,
-    Done,
     GroupAccepted,
     GroupStarted,
     LostLeases,
@@ -52,6 +52,7 @@ from protocols.messages import (
     RenewLeases,
     ScoredSample,
     SessionAnswer,
+    SessionDiscarded,
     StoreCalls,
     StoredCalls,
     StoredSamples,
@@ -99,6 +100,7 @@ class City:
         self.prompts: list[str] = []
         self.salts: list[str] = []
         self.samples: dict[str, StoreSamples] = {}
+        self.aborted = asyncio.Event()  # the calls that nothing answers
         self.reports = True  # whether the master hears of samples
         self.served: int | None = None  # the version that users get, if it is not the newest
         self.directory = Directory(Policy(lineage=0, version=0, folder=""))
@@ -146,7 +148,8 @@ class City:
         if report == "accepted":
             self.trained[stored.group] = trajectory
             numbers = {"row": -1, "version": 0, "mean": trajectory.reward, "spread": 0.0, "tokens": 1, "discarded": 0}
-            self.state.emit(Rewarded(group=stored.group, signal=False, parts={}, marks=sample.marks, **numbers))
+            marks = {"marks": sample.marks, "gave": sample.gave}
+            self.state.emit(Rewarded(group=stored.group, signal=False, parts={}, **marks, **numbers))
         return report in ("accepted", "unchanged")
 
     def train(self) -> None:
@@ -164,7 +167,8 @@ class City:
         self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
         text = self.says.pop(0)
         if text is None:
-            await asyncio.Event().wait()
+            await self.aborted.wait()
+            raise ended()
         tokens = TOKENIZER.encode(text + END, add_special_tokens=False)
         n, version = len(tokens), self.ledger.version if self.served is None else self.served
         columns = np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32)
@@ -261,6 +265,98 @@ async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_tra
     sampled = TOKENIZER.decode(sample.tokens[sample.sampled])
     assert (sample.reward, sampled, sample.branches) == (1.0, f"hello{END}fine{END}", ())
     assert city.ledger.state.groups.count(GroupState.READY) == 1
+
+
+async def test_the_version_of_an_answer_is_that_of_its_first_token_streamed_or_not_and_also_of_its_repeat(city):
+    city.says = ["hello", "fine"]
+    versions = iter([0, 1, 0, 1])
+
+    async def sample(call):
+        tokens = TOKENIZER.encode(city.says.pop(0) + END, add_special_tokens=False)
+        for part in (tokens[:1], tokens[1:]):
+            columns = (np.array(part, np.int32), np.full(len(part), -0.5, np.float32))
+            version = np.full(len(part), next(versions), np.int32)
+            done = call.add(Generation(*columns, version, None), None if len(part) == 1 else "stop")
+        return done
+
+    city.sample = sample
+    async with city.gateway() as user:
+        answers = [await user.say("hi", Idempotency_Key="1") for _ in "12"]
+        answers.append(await user.say("hi", "hello", "how?", stream=True))
+        assert [headers["X-Areal-Version"] for _, _, headers in answers] == ["0"] * 3
+
+
+@pytest.mark.parametrize("end", ["it expires", "its reward comes", "it is deleted"])
+async def test_a_call_that_was_answered_is_not_answered_otherwise_once_its_session_has_ended(city, end):
+    city.says = ["hello", "another answer"]
+    async with city.gateway() as user:
+        await user.say("hi", Idempotency_Key="1")
+        if end == "it expires":
+            await user.gateway.sessions._discard(user.gateway.sessions._sessions["anna:s"], "expired")
+        elif end == "its reward comes":
+            await user.reward(1)
+        else:
+            await user.ask("sessions/s", method="DELETE")
+        status, body, _ = await user.say("hi", Idempotency_Key="1")
+        assert (status, body["error"]["code"]) == (409, "session_over")
+        assert city.ledger.state.prompts.next_session == 1, "none is opened for it"
+        assert text_of(await user.say("hi", Idempotency_Key="2")) == "another answer"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(FencedError("another gateway has this place"), id="fenced"),
+        pytest.param(BusyError("this actor is ending"), id="ending"),
+    ],
+)
+async def test_a_gateway_that_is_no_part_of_the_run_any_more_says_so_in_the_form_of_the_api(city, error, caplog):
+    city.says = ["hello", "fine"]
+
+    async def away(*question):
+        raise error
+
+    async with city.gateway() as user:
+        await user.say("hi")
+        ask_trainer, ask_master = user.gateway.sampling.ask_trainer, city.ask_master
+        user.gateway.sampling.ask_trainer = city.ask_master = away
+        answers = [
+            await user.say("hi", session="new"),
+            await user.say("hi", "hello", "how?"),
+            await user.reward(1),
+            await user.reward(1, session="other", id="a"),
+            await user.ask("sessions/other", method="GET"),
+            await user.ask("sessions/s/end", {}),
+            await user.ask("sessions/s", method="DELETE"),
+        ]
+        user.gateway.sampling.ask_trainer, city.ask_master = ask_trainer, ask_master
+    assert [(status, body["error"]["code"]) for status, body, *_ in answers] == [(503, "unavailable")] * 7
+    assert not caplog.records, "nothing of it is an error of the server"
+
+
+async def test_a_reward_in_progress_when_its_gateway_ends_is_told_so_in_the_form_of_the_api(city):
+    city.says, city.reports = ["hello"], False
+    async with city.gateway() as user:
+        await user.say("hi")
+        reward = asyncio.create_task(user.reward(1))
+        while not city.samples:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        await user.gateway.sessions.close()
+        status, body = await reward
+    assert (status, body["error"]["code"]) == (503, "unavailable")
+
+
+async def test_a_call_that_its_gateway_ends_can_be_asked_again(city):
+    city.says = [None]
+    async with city.gateway() as user:
+        call = asyncio.create_task(user.say("hi"))
+        while city.says:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        session = user.gateway.sessions._sessions["anna:s"]
+        session.sample.close()
+        city.aborted.set()
+        status, body, _ = await call
+    assert (status, body["error"]["code"]) == (409, "elsewhere")
 
 
 async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
@@ -387,6 +483,24 @@ async def test_deleted_and_opted_out_sessions_are_not_trained(city):
     assert city.ledger.state.counters.discarded == {"deleted": 1, "opted out": 1} and len(city.ledger.state.groups) == 0
 
 
+async def test_the_answer_to_a_deletion_says_what_is_deleted_and_which_steps_have_trained_earlier_sessions(city):
+    city.says = ["hello"] * 4
+    async with city.gateway() as user:
+        for name in "ab":
+            await user.say("hi", session=name)
+            await user.reward(1, session=name)
+        city.train()
+        trained = {"id": "anna:a", "state": "trained", "deleted": 0, "trained_in": [1]}
+        assert (await user.ask("sessions/a", method="DELETE"))[1] == trained
+        await user.say("hi", session="a")
+        assert (await user.ask("sessions/a", method="DELETE"))[1] == trained | {"deleted": 1}, "the later one is not"
+        await user.say("hi", session="c", X_Areal_Train="no")
+        for count, state in ((1, "deleted"), (0, "gone")):
+            deleted = {"id": "anna:c", "state": state, "deleted": count, "trained_in": []}
+            assert (await user.ask("sessions/c", method="DELETE"))[1] == deleted
+    assert city.ledger.state.counters.discarded == {"deleted": 1}
+
+
 async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
     city.says = ["hello"] * 2
     async with city.gateway() as user:
@@ -396,6 +510,7 @@ async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
         city.ledger.next_batch(0)
         status, body, _ = await user.ask("sessions/a", method="DELETE")
         assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
+        assert user.gateway.sessions.counts["deleted"] == 0
 
 
 async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
@@ -693,7 +808,8 @@ async def test_a_reward_whose_client_goes_away_is_taken():
     async with city.gateway() as user:
         user.gateway.sampling.ask_trainer = slow
         await user.say("hi")
-        reward = asyncio.create_task(user.gateway.sessions.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
+        given = UserReward(1.0, {}, None, "")
+        reward = asyncio.create_task(user.gateway.sessions.reward("anna:s", given))  # as its handler does
         await waiting.wait()
         reward.cancel()
         await asyncio.gather(reward, return_exceptions=True)
@@ -778,6 +894,9 @@ async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_
                 await user.say("hi", session="t")
                 await user.reward(1, session="t")
                 city.train()
+            for other in ({"reward": -1, "id": "c"}, {"reward": 1, "id": "b", "call": answer}):
+                status, body, _ = await user.ask("sessions/anna:s/reward", other, JUDGE)
+                assert (status, body["error"]["code"]) == (409, "id_in_use"), "one id has one value, also afterwards"
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "trained"
 
 
@@ -790,11 +909,12 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
             user.gateway.sessions._links.ask,
             lambda *about: asked.append(about) or ask(*about),
         )
-        first = await user.reward(1, id="a")
+        assert (await user.reward(1, id="a"))[1]["changed"]
         assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
         user.gateway.sessions._links.ask = ask
         await user.say("hi", "hello", "how?")
-        assert await user.reward(1, id="a") == first
+        status, body = await user.reward(1, id="a")
+        assert (status, body["error"]["code"]) == (409, "id_in_use") and "earlier session" in body["error"]["message"]
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
         assert (await user.reward(-1, id="b"))[1]["state"] == "ready"
     assert [sample.reward for sample in city.trained.values()] == [1, -1]
@@ -975,7 +1095,8 @@ async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an
 async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_not_heard_of_it(city):
     group = city.ledger.open_session("anna:s", "gateway/0#0", 0.0, 60.0)
     city.ledger.ready(group.group_id, 0)
-    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", group=group.group_id, reason="expired"), Done)
+    expired = DiscardSession(session="anna:s", group=group.group_id, reason="expired")
+    assert (await city.ask_master("gateway/0#0", expired, SessionDiscarded)).count == 0
     assert city.ledger.state.groups.count(GroupState.READY) == 1
-    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", reason="deleted"), Done)
+    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", reason="deleted"), SessionDiscarded)
     assert city.ledger.state.groups.count(GroupState.READY) == 0
