@@ -219,8 +219,14 @@ def _library_text(package: str, module: str) -> str:
 
 def is_mixture(folder: Path) -> bool:
     """Whether the model in `folder` is a mixture of experts. Raises UserError if its config.json cannot be read."""
-    counts = map(_sizes(folder).get, EXPERTS)
-    return any(isinstance(count, list) or (count or 0) > 1 for count in counts)  # a list has that of each layer
+    return mixture_of(folder)[1] > 1
+
+
+def mixture_of(folder: Path) -> tuple[str | None, int]:
+    """The kind of the model in `folder`, and the experts of a layer; 0 if it has none. Raises UserError."""
+    counts = [_sizes(folder).get(name) or 0 for name in EXPERTS]
+    most = (max(count, default=0) if isinstance(count, list) else count for count in counts)  # that of each layer
+    return _text_type(folder), max(most)
 
 
 Gates = Literal["softmax", "sigmoid", "logits"]

@@ -275,6 +275,8 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
         check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
+        for check in extensions.find_own("model_check"):
+            check(config.trainer, folder, config.trainer.ranks)
     if config.steps and config.trainer.routing == "replay":
         routing_of(folder)
     context = context_of(folder) if config.generator.max_model_len else default_context(folder)

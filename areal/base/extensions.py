@@ -11,6 +11,8 @@
 | `sampler` | a sampler of rows (`areal.data.samplers`) |
 | `objective` | an objective (`areal.training.algorithms.objectives`) |
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
+| `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
+| `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
 | `role` | the class of a role |
 | `tracker` | a class that follows a run (`areal.extensions.trackers.tracking`), of this project alone |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |

@@ -104,6 +104,9 @@ class TrainerConfig(Section):
     sequence_parallel: int = Field(1, ge=1)
     """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
     counts the whole row (docs/packing.md)"""
+    expert_parallel: int = Field(1, ge=1)
+    """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
+    (docs/models.md)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
@@ -274,6 +277,8 @@ class TrainerConfig(Section):
             )
         if self.compile and self.zero_stage == 3:
             yield "trainer.compile cannot compile layers whose weights are gathered: lower trainer.zero_stage"
+        if self.expert_parallel > 1 and self.lora:
+            yield "trainer.lora trains no experts, which trainer.expert_parallel divides: leave out one of the two"
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
         yield from self._conflicts_of_loss()
         if self.teacher_coef and not self.teacher:

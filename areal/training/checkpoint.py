@@ -2,9 +2,9 @@
 
 It is stored as safetensors and JSON, with checksums, in a subfolder of the model folder, which model loaders ignore.
 Each rank writes a *share*: parts of the flattened parameters, [start, stop) each, with their moments. Under ZeRO 1 to 3
-they are the parts that the rank holds, else an equal part of all elements. A checkpoint can be loaded with another
-number of ranks and at another ZeRO stage: each rank reads the parts that it needs. Loading a checkpoint runs no code of
-its author.
+they are the parts that the rank holds, else an equal part of each parameter. Names and places are those of the
+undivided model, so a checkpoint can be loaded with another number of ranks, at another ZeRO stage and with another
+`Division`: each rank reads the parts that it needs. Loading a checkpoint runs no code of its author.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from areal.base.errors import UserError
 from areal.storage.records import record_of
 from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import agree
+from areal.training.division import Division, Fragment
 from areal.weights.folders import sync, write_tensors
 
 if TYPE_CHECKING:
@@ -38,22 +39,11 @@ KINDS = (MASTER, *MOMENTS)
 ELEMENTS_AT_ONCE = 1 << 24
 
 
-class Fragment(NamedTuple):
-    """The elements [start, stop) of a flattened parameter."""
-
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """One rank's share of the state, copied to host memory. tensors: of each of KINDS, all `parts` behind one another,
-    fp32 [n]; and the states of the random generators. facts: what is stored once, on rank 0."""
+    fp32 [n]; and the states of the random generators. parts: in the undivided model. facts: what is stored once, on
+    rank 0."""
 
     parts: list[Fragment]
     tensors: dict[str, Tensor]
@@ -74,7 +64,7 @@ def share_file(rank: int, ranks: int) -> str:
 class TrainingState:
     """Saves and loads the state of a DeepSpeed engine whose optimizer is torch's AdamW, at any ZeRO stage.
 
-    parameters: the trained ones, by name. control: a CPU process group of all ranks.
+    parameters: the trained ones, by name. division: of the model. control: a CPU process group of all ranks.
     """
 
     def __init__(
@@ -82,10 +72,12 @@ class TrainingState:
         engine: "DeepSpeedEngine",
         parameters: Mapping[str, torch.nn.Parameter],
         stage: int,
+        division: Division,
         control: dist.ProcessGroup,
     ) -> None:
         self._engine = engine
         self._stage = stage
+        self._division = division
         self._control = control
         self._parameters = parameters
         self._make_moments()
@@ -108,13 +100,13 @@ class TrainingState:
     # --- what this rank holds
 
     def _share(self) -> Iterator[Fragment]:
-        """The parts that this rank saves."""
-        if self._stage == 0:
-            yield from self._equal_share(dist.get_rank())
-            return
+        """The parts of this rank's parameters that it saves."""
         for name, parameter in self._parameters.items():
-            if self._stage == 3:  # the last rank's part is padded
-                start = parameter.ds_tensor.numel() * dist.get_rank()
+            if self._stage == 0:
+                number, holders = self._division.holders(parameter)
+                start, stop = (parameter.numel() * end // holders for end in (number, number + 1))
+            elif self._stage == 3:  # the last rank's part is padded
+                start = parameter.ds_tensor.numel() * dist.get_rank(parameter.ds_process_group)
                 stop = min(start + parameter.ds_tensor.numel(), parameter.ds_numel)
             elif parameter._hp_mapping is None:
                 continue
@@ -123,17 +115,6 @@ class TrainingState:
                 stop = start + parameter._hp_mapping.lp_fragment_address.numel
             if start < stop:
                 yield Fragment(name, start, stop)
-
-    def _equal_share(self, rank: int) -> Iterator[Fragment]:
-        """The parts of which rank `rank` has none in common with others, if every rank holds everything."""
-        elements = sum(parameter.numel() for parameter in self._parameters.values())
-        first, last = (elements * end // dist.get_world_size() for end in (rank, rank + 1))
-        offset = 0
-        for name, parameter in self._parameters.items():
-            start, stop = max(0, first - offset), min(parameter.numel(), last - offset)
-            if start < stop:
-                yield Fragment(name, start, stop)
-            offset += parameter.numel()
 
     def _elements(self, part: Fragment, kind: str) -> Tensor:
         """The elements of a part that this rank holds, [n], in place."""
@@ -157,13 +138,17 @@ class TrainingState:
             for part, elements in _cut(flat, parts):
                 elements.copy_(self._elements(part, kind))
         random = {f"random.{kind}": state for kind, state in _random_states().items()}
-        return Share(parts, tensors | random, self._facts() | {"run": run})
+        places = [place for part in parts for place in self._division.place(part)]
+        return Share(places, tensors | random, self._facts() | {"run": run})
 
     def _facts(self) -> dict[str, Any]:
         return {
             "shares": dist.get_world_size(),
             "optimizer_steps": self._engine.lr_scheduler.last_epoch,
-            "adam_steps": {name: self._adam_step(parameter).item() for name, parameter in self._parameters.items()},
+            "adam_steps": {
+                self._division.name(name): self._adam_step(parameter).item()
+                for name, parameter in self._parameters.items()
+            },
             "shapes": self._shapes(),
         }
 
@@ -172,7 +157,7 @@ class TrainingState:
         return self._engine.basic_optimizer.state[parameter if self._stage == 0 else self._optimized()[0]]["step"]
 
     def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
+        return {self._division.name(name): self._division.shape(name, p) for name, p in self._parameters.items()}
 
     # --- loading
 
@@ -189,7 +174,7 @@ class TrainingState:
         for kind in KINDS:
             if self._stage:
                 for part in self._share():
-                    stored.read(part, kind, self._elements(part, kind))
+                    self._read(stored, part, kind, self._elements(part, kind))
             else:
                 self._load_everything(stored, kind)
         self._update_weights()
@@ -197,17 +182,27 @@ class TrainingState:
         self._set_schedule(stored.facts["optimizer_steps"])
         stored.set_random_states()
 
+    def _read(self, stored: "_StoredState", part: Fragment, kind: str, to: Tensor) -> None:
+        """Read the elements of a part of this rank's parameter into `to`, [n]."""
+        for place, elements in _cut(to, self._division.place(part)):
+            stored.read(place, kind, elements)
+
     def _load_everything(self, stored: "_StoredState", kind: str) -> None:
-        """Every rank reads an equal share and sends it to the others."""
-        for rank in range(dist.get_world_size()):
-            parts = list(self._equal_share(rank))
-            flat = torch.empty(sum(part.size for part in parts))
-            for part, elements in _cut(flat, parts):
-                if rank == dist.get_rank():
-                    stored.read(part, kind, elements)
-            dist.broadcast(flat, rank, group=self._control)
-            for part, elements in _cut(flat, parts):
-                self._elements(part, kind).copy_(elements)
+        """Each rank reads its part of a divided parameter, and of the others an equal part, which it sends to all."""
+        ranks = dist.get_world_size()
+        for name, parameter in self._parameters.items():
+            everything = Fragment(name, 0, parameter.numel())
+            if self._division.holders(parameter)[1] < ranks:
+                self._read(stored, everything, kind, self._elements(everything, kind))
+                continue
+            flat = torch.empty(everything.size)
+            for rank in range(ranks):
+                start, stop = (everything.size * end // ranks for end in (rank, rank + 1))
+                if rank == dist.get_rank() and start < stop:
+                    self._read(stored, Fragment(name, start, stop), kind, flat[start:stop])
+                if start < stop:
+                    dist.broadcast(flat[start:stop], rank, group=self._control)
+            self._elements(everything, kind).copy_(flat)
 
     def _update_weights(self) -> None:
         """Round the masters to the weights, as DeepSpeed does at the end of its own step (all ranks)."""
@@ -223,7 +218,7 @@ class TrainingState:
     def _set_adam_steps(self, steps: Mapping[str, float]) -> None:
         if self._stage == 0:
             for name, parameter in self._parameters.items():
-                self._adam_step(parameter).fill_(steps[name])
+                self._adam_step(parameter).fill_(steps[self._division.name(name)])
         else:
             for tensor in self._optimized():
                 self._engine.basic_optimizer.state[tensor]["step"].fill_(max(steps.values()))

@@ -1,7 +1,7 @@
 """DeepSpeed's configuration and the learning-rate schedule of a run."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from areal.config.trainer_section import TrainerConfig
 _NO_LEAVES: dict[str, Any] = {"leaf_module": {"classes": []}}
 
 
+CRITIC = "critic"
+"""The name of the critic's group of parameters."""
 # Elements of a bucket of gradients: enough to be sent at full speed, and DeepSpeed's own number.
 BUCKET, LARGEST_BUCKET = 50_000_000, 500_000_000
 
@@ -44,7 +46,7 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
 
 def value_head_group(head: torch.nn.Module, lr: float) -> dict[str, Any]:
     """The critic's parameters as the last group for Adam. They do not decay."""
-    return {"params": list(head.parameters()), "lr": lr, "weight_decay": 0.0}
+    return {"params": list(head.parameters()), "lr": lr, "weight_decay": 0.0, "name": CRITIC}
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
@@ -104,8 +106,12 @@ def held(engine: Any) -> Iterator[None]:
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:
     """The learning-rate schedule of `optimizer_steps` steps (TrainerConfig.lr_share). It is a function of the step
     count alone, so it can be set to any step. The rate of a critic is constant."""
-    rates: list[Callable[[int], float]] = [lambda step: config.lr_share(step, optimizer_steps)]
-    rates *= len(optimizer.param_groups)
-    if config.critic:
-        rates[-1] = lambda step: 1.0
-    return LambdaLR(optimizer, rates)
+
+    def of_policy(step: int) -> float:
+        return config.lr_share(step, optimizer_steps)
+
+    def of_critic(step: int) -> float:
+        return 1.0
+
+    critic = [group.get("name") == CRITIC for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [of_critic if of else of_policy for of in critic])

@@ -37,8 +37,13 @@ class RouteReplay:
         if self._routes is None:
             return None
         logits, weights, by_router = output
-        chosen = torch.where(self._has_routes, self._routes[:, layer].to(by_router.dtype), by_router)
+        chosen = self._chosen(layer, by_router)
         return logits, self._weights(router, logits, chosen).to(weights.dtype), chosen
+
+    def _chosen(self, layer: int, by_router: Tensor) -> Tensor:
+        """The numbers of the experts of each token, [T, chosen]: of its route, or by the router if it has none."""
+        assert self._routes is not None
+        return torch.where(self._has_routes, self._routes[:, layer].to(by_router.dtype), by_router)
 
     def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
         """As the routers of transformers compute them."""

@@ -22,6 +22,7 @@ from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import RankMessages
 from areal.training.checkpoint import FOLDER as STATE
 from areal.training.checkpoint import Share
+from areal.training.division import Division
 from areal.weights.chunks import FileSums, Manifest
 from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
@@ -55,11 +56,13 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 class Copied:
     """Weights that this rank has copied to host memory, by the names in `module`, and may write.
 
-    writers: the number of ranks that write. adapters: the weights are those of adapters, which rank 0 writes alone.
+    division: of the module. writers: the number of ranks that write. adapters: the weights are those of adapters, which
+    rank 0 writes alone.
     """
 
     module: torch.nn.Module
     tensors: Mapping[str, Tensor]
+    division: Division
     writers: int
     adapters: bool
 
@@ -72,7 +75,7 @@ class Copied:
         """The weights by their Hugging Face names."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self.module, dict(self.tensors))
+        return revert_weight_conversion(self.module, self.division.joined(self.tensors))
 
     def write_shard(self, tensors: Mapping[str, Tensor], folder: Path) -> Path | None:
         """Write this rank's `tensors`, if there are any, to disk. Returns the file."""
@@ -86,7 +89,7 @@ class Copied:
 class WeightCopies:
     """Copies weights of a model to host memory, each on the rank that writes it (all ranks).
 
-    parameters: those of `module` that are written. adapters: whether nothing else is.
+    parameters: those of `module` that are written. division: of the module. adapters: whether nothing else is written.
     """
 
     def __init__(
@@ -94,32 +97,33 @@ class WeightCopies:
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
         messages: RankMessages,
+        division: Division,
         *,
         adapters: bool,
     ) -> None:
-        self._module = module
+        self._module, self._division = module, division
         self._parameters = parameters
         self._adapters = adapters
         self._buffers = {} if adapters else saved_buffers(module)
-        sizes = {name: getattr(t, "ds_numel", t.numel()) for name, t in {**parameters, **self._buffers}.items()}
+        sizes = {name: division.whole_size(tensor) for name, tensor in {**parameters, **self._buffers}.items()}
         here = {"ranks": ranks_of_this_host()} if dist.get_rank() == 0 else None
         self._writers: int = messages.broadcast(here)["ranks"]
         self._written_by = share_out(sizes, 1 if adapters else self._writers)
 
     def copy(
-        self, copies: dict[str, Tensor], whole: Callable[[torch.nn.Parameter], AbstractContextManager[object]]
+        self, copies: dict[str, Tensor], whole: Callable[[torch.nn.Parameter], AbstractContextManager[Tensor]]
     ) -> Copied:
-        """Copy the weights that this rank writes into `copies`, made if missing. whole: has a parameter everywhere.
+        """Copy the weights that this rank writes into `copies`, made if missing. whole: gives a parameter to all ranks.
 
         Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
         ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
         """
         for name, parameter in self._parameters.items():
-            with whole(parameter):
-                self._keep(copies, name, parameter)
+            with whole(parameter) as tensor:
+                self._keep(copies, name, tensor)
         for name, buffer in self._buffers.items():
             self._keep(copies, name, buffer)
-        return Copied(self._module, copies, self._writers, self._adapters)
+        return Copied(self._module, copies, self._division, self._writers, self._adapters)
 
     def _keep(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         if dist.get_rank() != self._written_by[name]:

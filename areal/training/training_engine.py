@@ -1,4 +1,4 @@
-"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint` and `ulysses` (sequences) use its API.
+"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint`, `ulysses` and divisions use its API.
 
 There is one `TrainingEngine` per rank. Every method that says *all ranks* is a collective: each rank calls it, in the
 same order. If a collective raises on any rank, training is over on all ranks: the other ranks wait inside the call and
@@ -40,6 +40,7 @@ from areal.training.algorithms.algorithm import RowOutputs, policy_gradient, set
 from areal.training.algorithms.assembly import algorithm_of
 from areal.training.attention import choose_attention
 from areal.training.checkpoint import TrainingState
+from areal.training.division import division_of
 from areal.training.flops import Operations, peak_tflops
 from areal.training.frozen_tower import FrozenTower
 from areal.training.head import Head
@@ -55,7 +56,6 @@ from areal.training.optimizer import (
 )
 from areal.training.packed import FlatBatch, PackedRow
 from areal.training.passes import Passes
-from areal.training.routes import RouteReplay
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
 from areal.training.ulysses import SequenceGroup, register
@@ -168,13 +168,17 @@ class TrainingEngine:
         policy = policy_gradient(config)  # mistakes of the user are said before the model is read
         attention = choose_attention(config.dtype, flash=flash_computes(model))
         self._reader = ModelReader(config, self._stage, attention, longest)
-        check_settings(settings)
+        self._division = division_of(config, model)
+        check_settings(settings | self._division.options)
         self._together = SequenceGroup(config.sequence_parallel)
         register(attention)
-        head, groups, replay = self._prepare_model()
+        head, groups = self._prepare_model()
         self.algorithm = algorithm_of(policy, config, self.vocab_size)
-        self._start_deepspeed(settings, groups, optimizer_steps)
-        self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
+        self._start_deepspeed(settings | self._division.options, groups, optimizer_steps)
+        self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._division, self._control)
+        replay = None
+        if config.routing == "replay":
+            replay = self._division.route_replay(self._module, routing_of(model))
         self.device: torch.device = self._deepspeed.device
         self.passes = Passes(config, attention, self._together, self.device, replay)
         self.passes.fit(self._module, head, self._reader.longest)
@@ -183,7 +187,8 @@ class TrainingEngine:
         self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
-        self._weights = WeightCopies(self._module, self._published, self.messages, adapters=config.lora is not None)
+        adapters = config.lora is not None
+        self._weights = WeightCopies(self._module, self._published, self.messages, self._division, adapters=adapters)
         self._snapshot: dict[str, Tensor] = {}
         self._offloaded = OffloadedTensors()
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
@@ -191,32 +196,30 @@ class TrainingEngine:
         self.work_done = 0
         """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
-    def _prepare_model(self) -> tuple[Head, list[dict[str, Any]], RouteReplay | None]:
-        """Read the model, with its adapters and its critic. Returns its head, the parameters as groups for Adam, and
-        what gives its layers the experts of sampling."""
+    def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
+        """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
         self._module = self._reader.read(self.source)
         head = Head(self._module)
-        replay = RouteReplay(self._module, routing_of(self.source)) if config.routing == "replay" else None
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:
             self._module = add_adapters(self._module, config.lora, self.source)
             head.refuse_adapters()
-        self._published = _trainable(self._module)
-        groups = parameter_groups(self._published.values(), config.weight_decay)
+        self._division.begin(self._module)
+        groups = parameter_groups(_trainable(self._module).values(), config.weight_decay)
         if config.critic:
             self._module.value_head = head.add_critic(config.critic)
             groups.append(value_head_group(self._module.value_head, config.critic.lr))
-        self._trained = _trainable(self._module)
         self._critic = head.critic
-        return head, groups, replay
+        self._division.name_groups(groups)
+        return head, groups
 
     def _start_deepspeed(self, settings: dict[str, Any], groups: list[dict[str, Any]], optimizer_steps: int) -> None:
         import deepspeed
 
-        sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
+        sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in _trainable(self._module).items()}
         settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
             self._deepspeed, *_ = deepspeed.initialize(
@@ -225,6 +228,9 @@ class TrainingEngine:
                 config=settings,
                 lr_scheduler=lambda optimizer: learning_rates(optimizer, self.config, optimizer_steps),
             )
+        self._division.find(self._module)
+        self._trained = _trainable(self._module)
+        self._published = {name: p for name, p in self._trained.items() if not name.startswith("value_head.")}
         if self._stage == 0 and self.world_size == 1:
             self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
 
@@ -448,7 +454,7 @@ class TrainingEngine:
         ranks). By Adam's moments and the decay a gradient of 0 would move the weights, too."""
         norm, rate = None, self._deepspeed.get_lr()[0]
         if self._stage == 0:
-            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
+            norm = self._division.clip(self._trained.values(), self.config.grad_clip)
         with nullcontext() if moves else held(self._deepspeed):
             self._deepspeed.step()
         if moves:
@@ -468,9 +474,9 @@ class TrainingEngine:
             self._deepspeed.optimizer.empty_partition_cache()
 
         @contextmanager
-        def whole(parameter: torch.nn.Parameter) -> Iterator[None]:
+        def whole(parameter: torch.nn.Parameter) -> Iterator[Tensor]:
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                yield
+                yield self._division.whole(parameter)
             self.work_done += 1
 
         return self._weights.copy(copies, whole)

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from areal.base.errors import UserError
 from areal.storage.records import line_of
 from areal.training import checkpoint, shards
+from areal.training.division import Division
 from areal.training.shards import Copied, share_out
 from areal.training.training_engine import TrainingEngine
 
@@ -184,7 +185,7 @@ def test_ranks_write_about_as_much_and_layers_stay_together_with_what_their_file
     for rank in range(3):
         selected = {name: tensor for name, tensor in state.items() if rank_of[name] == rank}
         sizes[rank] = sum(tensor.numel() for tensor in selected.values())
-        stored |= Copied(model, selected, writers=3, adapters=False).stored()
+        stored |= Copied(model, selected, Division(), writers=3, adapters=False).stored()
     right = weights_of(folder)
     assert stored.keys() == right.keys() != state.keys()
     assert [name for name in right if not torch.equal(stored[name], right[name])] == []

@@ -1,0 +1,1 @@
+"""Divides experts over ranks by DeepSpeed's AutoEP: read `divided_experts` first."""
