@@ -44,10 +44,9 @@ from areal.config.engine_sections import SamplingConfig
 from areal.devices import shares_devices, transfer_backend
 from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
-from areal.samples.pictures import digest_of
+from areal.samples.pictures import find
 from areal.samples.table import Generation, joined
 from areal.samples.trajectory import TokenScores
-from areal.samples.vision import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import TornWeights
 from protocols.bus_errors import BusyError, RefusedError, StreamBrokenError
@@ -99,7 +98,7 @@ class Engine(Protocol):
         sampling: SamplingConfig,
         *,
         first_version: int | None = None,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Any] = (),
         cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
@@ -225,7 +224,6 @@ class Generator(Actor):
         member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
-        self._views = Views()
         self._loaded = Notifier()
         self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
@@ -285,14 +283,14 @@ class Generator(Actor):
 
     @handles(GeneratePictured)
     async def generate_pictured(self, request: Request[GeneratePictured]) -> Done | LackingPictures:
-        new = dict([await asyncio.to_thread(self._look, content.tobytes()) for content in request.message.files])
+        new = dict([await asyncio.to_thread(self._views.look, content.tobytes()) for content in request.message.files])
         names = {name for of_prompt in request.message.pictures for name in of_prompt}
         views = new | {name: view for name in names - new.keys() if (view := self._views.get(name))}
         if lacking := names - views.keys():
             return LackingPictures(names=tuple(lacking))
         return self._begin(request, [[views[name] for name in of_prompt] for of_prompt in request.message.pictures])
 
-    def _begin(self, request: Request[Any], pictures: Sequence[Sequence[Picture | Exception]]) -> Done:
+    def _begin(self, request: Request[Any], pictures: Sequence[Sequence[Any]]) -> Done:
         """Begin the sequences of a request. pictures: of each prompt, as in `_Prompt`. Raises BusyError."""
         if self.member.state == "draining":
             raise BusyError("this generator accepts no sequences: it is draining")
@@ -319,14 +317,9 @@ class Generator(Actor):
         self._loaded.notify()
         return Done()
 
-    def _look(self, content: bytes) -> tuple[str, Picture | Exception]:
-        """The digest of a picture, and what the engine gets of it, or why it cannot."""
-        try:
-            picture = sight_of(self.config.model).look(content)
-        except (UserError, ValueError) as error:
-            return digest_of(content), error
-        self._views.add(picture)
-        return picture.name, picture
+    @functools.cached_property
+    def _views(self) -> Any:
+        return find("views")(self.config.model)
 
     async def _sample(
         self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
@@ -470,14 +463,14 @@ class _Prompt(NamedTuple):
     """Its tokens, and what the engine gets of its pictures, or why it cannot."""
 
     tokens: list[int]
-    pictures: Sequence[Picture | Exception]
+    pictures: Sequence[Any]
 
-    def seen(self) -> list[Picture]:
+    def seen(self) -> Sequence[Any]:
         """The pictures. Raises ValueError if there is one that the engine cannot get."""
         for picture in self.pictures:
             if isinstance(picture, Exception):
                 raise ValueError(f"a picture of the prompt: {picture}")
-        return [picture for picture in self.pictures if isinstance(picture, Picture)]
+        return self.pictures
 
 
 class _New(NamedTuple):

@@ -35,10 +35,9 @@ from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.generation.routing import groups_that_fit, plan_moves
-from areal.samples.pictures import digests_in
+from areal.samples.pictures import digests_in, find
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Note, Trajectory, row_text
-from areal.samples.vision import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.workflows.builtin import Workflow
 from protocols.bus_errors import RefusedError, text_of
@@ -300,7 +299,7 @@ class RolloutManager(Actor):
             raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
         if row.pictures:
             with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
-                check_pictures(self.config)
+                find("check")(self.config)
         if too_long := self.sampling.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,8 @@ TEXT_TYPES = {wrapper + suffix: text for wrapper, text in _TEXT_OF.items() for s
 # Types of models whose layers do not pass on what the trainer's attention needs of a row.
 SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
+# Types of models that see pictures, and the packages that vLLM needs for each beside torchvision.
+SEEING = {"qwen2_5_vl": (), "qwen3_vl": (), "smolvlm": ("num2words",)}
 # Where models say how many experts they have.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
@@ -170,6 +172,12 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     if window and window < longest and by_mask:
         return f"not all of its layers tell the attention function their window of {window} tokens, so {SHORTER}"
     return None
+
+
+def packages_of_vision(folder: Path) -> Sequence[str]:
+    """The packages that vLLM needs besides for the model in `folder`; none if the model does not see pictures."""
+    kind = _read_config(folder).get("model_type")
+    return ["torchvision", *SEEING[kind]] if kind in SEEING else []
 
 
 def is_wrapper(folder: Path) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,21 +130,47 @@ def tree(tmp_path_factory) -> Path:
     return copy
 
 
+@contextlib.contextmanager
+def moved_away(folder: Path, place: Path) -> Iterator[None]:
+    away = folder.rename(place / "away")
+    try:
+        yield
+    finally:
+        away.rename(folder)
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_without_the_folder_of_an_extension_the_quickstart_can_start_and_the_rest_is_listed(tree, tmp_path, folder):
-    away = tmp_path / "away"
-    (tree / folder).rename(away)
-    try:
-        dry_run = ["run.py", "--dry-run", "--quiet", "configs/quickstart.yaml"]
-        commands = (dry_run, ["-m", "areal", "extensions"])
+    dry_run = ["run.py", "--dry-run", "--quiet", "configs/quickstart.yaml"]
+    commands = (dry_run, ["-m", "areal", "extensions"])
+    with moved_away(tree / folder, tmp_path):
         ended = [
             subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=os.environ)
             for words in commands
         ]
-    finally:
-        away.rename(tree / folder)
     assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
     assert "single_turn" in ended[1].stdout and f"{folder}\n" not in ended[1].stdout
+
+
+REFUSED = """
+from areal.config.data_section import DataConfig
+from areal.data.sources import open_source
+open_source(DataConfig(source="rows.jsonl", eval_size=0), 0)
+"""
+
+
+@pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]])
+def test_without_the_extension_for_pictures_a_row_with_a_picture_is_refused_in_one_sentence(tree, tmp_path, prompt):
+    row = {"prompt": prompt, "image": "a.png", "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with moved_away(tree / "areal/extensions/pictures", tmp_path):
+        command = [sys.executable, "-c", REFUSED]
+        environment = os.environ | {"PYTHONPATH": str(tree)}
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1].endswith(
+        "pictures need the folder areal/extensions/pictures, which is missing: put it back, or leave them out"
+    )
+    assert "line 1" in ended.stderr.splitlines()[-1] and "UserError" in ended.stderr.splitlines()[-1]
 
 
 def test_each_extension_has_a_page_of_at_most_60_lines():

@@ -20,10 +20,9 @@ from areal.base.text import LIBRARIES, error_text, place_in
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.rewards.result import all_scored, combined
-from areal.samples.pictures import part_of
+from areal.samples.pictures import find
 from areal.samples.table import Generation, Tokens
 from areal.samples.trajectory import Trajectory
-from areal.samples.vision import check_pictures, sight_of
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
 from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
@@ -149,8 +148,8 @@ class SampleSession(SampleState):
     def show(self, content: bytes) -> Message:
         """See areal.workflows.Session."""
         with explain(UserError, "{why}", ValueError):
-            check_pictures(self._services.config)
-        part = part_of(content)
+            find("check")(self._services.config)
+        part: Message = find("part")(content)
         self.pictures = {**self.pictures, part["digest"]: content}
         self.shown = {**self.shown, part["digest"]: part}
         return part
@@ -171,7 +170,7 @@ class SampleSession(SampleState):
         """
         prompt, parts = _row(tokens), self._of_row if pictures is None else pictures
         try:
-            column = sight_of(self._services.config.model).column(prompt, parts) if parts else None
+            column = find("sight")(self._services.config.model).column(prompt, parts) if parts else None
         except ValueError as error:
             raise SampleFailed("workflow", str(error)) from None
         names = () if column is None else [part["digest"] for part in parts]

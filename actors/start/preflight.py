@@ -33,13 +33,13 @@ from areal.models import (
     default_context,
     find_model,
     hub_id,
+    packages_of_vision,
     resolve_model,
     resolve_reference,
     routing_of,
 )
 from areal.rewards import functions as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
-from areal.samples.vision import packages_of_vision
 from areal.storage.claim import can_be_made
 from areal.training.algorithms.advantages import compares_group, rehearse_estimator
 from areal.weights.model_files import model_files, weight_sizes
@@ -127,7 +127,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     else:
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
-        packages = packages_of_vision(str(folder)) if machine else ()
+        packages = packages_of_vision(folder) if machine else ()
         if lacks := next((name for name in packages if importlib.util.find_spec(name) is None), None):
             raise UserError(f"vLLM runs {config.model} only with {lacks}: install it with `make vision`.")
         check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))

@@ -17,8 +17,8 @@ from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark
 from areal.rewards.first_call import check_own_rewards
 from areal.rewards.functions import hook
+from areal.samples.pictures import find
 from areal.samples.tokenizer import missing_character
-from areal.samples.vision import check_pictures
 from areal.workflows.conversation import begin
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
@@ -36,7 +36,7 @@ def check_rows(config: Config, source: PromptSource) -> None:
     check_answers(config, source)
     for row in source.held_out[:1] if source.size == 0 else [source.row(0)]:  # an evaluation has held-out rows alone
         if row.pictures:
-            check_pictures(config)
+            find("check")(config)
         check_own_rewards(config, row)
     for name in () if config.rollout_manager.gives_rewards else config.rewards:
         if examine := hook(name, "examine"):

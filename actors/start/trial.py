@@ -46,10 +46,10 @@ from areal.models import resolve_model
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import Result
+from areal.samples.pictures import find
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
-from areal.samples.vision import sight_of
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import check_shown, user
 
@@ -165,7 +165,7 @@ class OneMachine:
         self._engine = engine
         self._pool = pool
         self._retries = config.reward.retries
-        self._look = functools.cache(lambda content: sight_of(config.model).look(content))
+        self._look = functools.cache(lambda content: find("sight")(config.model).look(content))
         self._clock = clock
         self._numbers = itertools.count()
 

@@ -15,8 +15,8 @@ import structlog
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Spawn
 from areal.config import Config
+from areal.samples.pictures import pictures_of
 from areal.samples.trajectory import Group
-from areal.storage.picture_store import pictures_of
 from areal.training.engine_gap import EngineGaps, Probe, probe_of
 from protocols.bus_errors import BusError
 from protocols.messages import AskLogprobs, Logprobs, Member

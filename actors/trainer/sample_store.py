@@ -1,6 +1,7 @@
 """The trainer's store of scored samples, on disk, and of the calls of unfinished ones."""
 
 import asyncio
+import functools
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -14,10 +15,8 @@ from areal.base.errors import explain
 from areal.config import Config
 from areal.models import routing_of
 from areal.rewards.result import mean_parts
-from areal.samples.pictures import digests_in, size_of
+from areal.samples.pictures import digests_in, find
 from areal.samples.trajectory import Group, Note, Trajectory, samples_of
-from areal.samples.vision import pictures_in, sight_of
-from areal.storage.picture_store import PictureStore
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from protocols.bus_errors import BusyError, FencedError, RefusedError
@@ -57,7 +56,6 @@ class SampleStore(HandlesRequests):
         self._vocab_size = vocab_size
         self._routing = routing_of(Path(config.model)) if config.trainer.routing == "replay" else None
         self._spool = spool
-        self._pictures = PictureStore(config.pictures_folder)
         self._rollouts = rollouts
         self._on_disk = on_disk
         self._ask_master = ask_master
@@ -88,8 +86,8 @@ class SampleStore(HandlesRequests):
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
-        if digests := digests_in(trajectory.pictures):
-            self._check_pictures(trajectory, digests)
+        if digests_in(trajectory.pictures):
+            self._pictures.check(trajectory, self._config.model)
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
         times = sample.began, sample.seconds
@@ -98,14 +96,9 @@ class SampleStore(HandlesRequests):
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
 
-    def _check_pictures(self, trajectory: Trajectory, digests: Sequence[str]) -> None:
-        """Raises ValueError if a picture is not stored, or has more or fewer placeholders than the model sees parts."""
-        if lacking := self._pictures.lacking(digests):
-            raise ValueError(f"the picture {lacking[0]} is not stored")
-        sight = sight_of(self._config.model)
-        parts = {digest: sight.tokens(*size_of(self._pictures.get(digest))) for digest in digests}
-        for sequence in trajectory.sequences():
-            pictures_in(sequence.pictures, parts)
+    @functools.cached_property
+    def _pictures(self) -> Any:
+        return find("store")(self._config.pictures_folder)
 
     @handles(OfferPictures)
     async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:

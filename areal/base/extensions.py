@@ -13,6 +13,7 @@
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
 | `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
 | `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
+| `pictures` | what the core asks of the extension for pictures (`areal.samples.pictures`), of this project alone |
 | `role` | the class of a role |
 | `tracker` | a class that follows a run (`areal.extensions.trackers.tracking`), of this project alone |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |

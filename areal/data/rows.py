@@ -10,7 +10,7 @@ from typing import Any
 
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with `role` and `content`, and perhaps `tool_calls`. Content is text, or parts: a text, or a
-picture as `areal.data.pictured.place` writes it."""
+picture with its `digest`, `width` and `height`."""
 # What data sets write into texts where a picture is.
 PICTURE_MARK = "<image>"
 # The kinds of parts of messages that are pictures.
@@ -195,6 +195,11 @@ def _parsed(text: str) -> Any:
 def prompt_text(prompt: Prompt) -> str:
     """The prompt as plain text: chat messages without roles, a blank line between them, a mark for each picture."""
     return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
+
+
+def has_parts(prompt: Prompt) -> bool:
+    """Whether a part of a message is a picture."""
+    return not isinstance(prompt, str) and any(isinstance(message["content"], list) for message in prompt)
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:

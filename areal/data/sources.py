@@ -29,10 +29,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
-from areal.data import addition, pictured
+from areal.data import addition
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
-from areal.data.rows import Prompt, Row, prompt_or_none, read_prompt
-from areal.samples.pictures import DIGESTS, digest_of
+from areal.data.rows import Prompt, Row, has_parts, prompt_or_none, read_prompt
+from areal.samples.pictures import DIGESTS, FIELDS, digest_of, find
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100
@@ -60,12 +60,8 @@ class Table:
     def prompts(self) -> Iterable[Any]:
         """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
         key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
-        is_plain = key in columns and not {*pictured.FIELDS} & {*columns}
-        if (
-            self.config.prompt_template is None
-            and is_plain
-            and not pictured.has_parts(prompt_or_none(self.rows[0][key]))
-        ):
+        is_plain = key in columns and not {*FIELDS} & {*columns}
+        if self.config.prompt_template is None and is_plain and not has_parts(prompt_or_none(self.rows[0][key]) or ""):
             return self.rows[key][:]  # a column, without the others
         return map(self._prompt, self.rows)
 
@@ -392,7 +388,7 @@ def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table:
         prompt = read_prompt(written, of_table=of_table)
     prompt, pictures = _with_pictures(prompt, raw, config, where)
     if pictures:
-        raw = {name: value for name, value in raw.items() if name not in pictured.FIELDS}
+        raw = {name: value for name, value in raw.items() if name not in FIELDS}
         raw = raw | {DIGESTS: [digest_of(content) for content in pictures], prompt_key: prompt}
     elif DIGESTS in raw:
         raise UserError(f"{where} has {DIGESTS!r}, which name pictures that the row has: leave the field out")
@@ -420,11 +416,13 @@ def _with_pictures(
     prompt: Prompt, raw: Mapping[str, Any], config: SourceConfig, where: str
 ) -> tuple[Prompt, tuple[bytes, ...]]:
     """The prompt of a row with its pictures in their places, and these. Paths begin at the folder of the source."""
-    values = pictured.in_fields(raw)
-    if not values and not pictured.has_parts(prompt):
+    if not any(raw.get(name) for name in FIELDS) and not has_parts(prompt):
         return prompt, ()
     source = Path(str(config.source)).expanduser()
-    return pictured.place(prompt, values, source if source.is_dir() else source.parent, where)
+    with explain(UserError, f"{where}: {{why}}"):
+        place = find("place")
+    placed: tuple[Prompt, tuple[bytes, ...]] = place(prompt, raw, source if source.is_dir() else source.parent, where)
+    return placed
 
 
 _MISSING = object()

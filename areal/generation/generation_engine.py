@@ -36,11 +36,11 @@ from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
-from areal.models import check_mixture, ties_head
+from areal.models import check_mixture, packages_of_vision, ties_head
+from areal.samples.pictures import find
 from areal.samples.table import Finish, Generation, TokenTable
 from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import TokenScores
-from areal.samples.vision import Picture, sees, sight_of
 from areal.weights.model_files import ADAPTER_FILE, WEIGHTS_FILE, Shapes, model_files, only_model, tensors_in
 from areal.weights.wrappers import published_shapes
 
@@ -210,7 +210,7 @@ class GenerationEngine:
         *,
         max_new_tokens: int | None = None,
         first_version: int | None = None,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Any] = (),
         cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
@@ -235,7 +235,7 @@ class GenerationEngine:
             min_p=sampling.min_p,
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
-        features = _features(self._model.folder, tokens, pictures) if pictures else None
+        features = find("features")(self._model.folder, tokens, pictures) if pictures else None
         salt = self._salt(cache_salt, first_version)
         async with contextlib.aclosing(self._stream(request_id, tokens, params, salt, features)) as sequences:
             async for sequence in sequences:
@@ -676,32 +676,6 @@ class _Sequence:
             self.fail(EngineError(f"The engine ended a sequence early (finish reason {reason!r})."))
 
 
-def _features(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -> list[MultiModalFeatureSpec]:
-    """The pictures as the engine takes them, with their places among the tokens. It caches what its tower makes of them
-    by their names, which holds for good, as the tower is not trained. Raises ValueError."""
-    import torch
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFeatureSpec,
-        MultiModalFieldElem,
-        MultiModalFlatField,
-        MultiModalKwargsItem,
-        PlaceholderRange,
-    )
-
-    features = []
-    sight = sight_of(str(model))
-    for start, picture in zip(sight.starts(np.asarray(tokens), pictures), pictures, strict=False):
-        flat = MultiModalFlatField(slices=[[slice(0, len(picture.patches))]], dim=0)
-        whole = MultiModalBatchedField(keep_on_cpu=True)
-        by_patch, of_whole = sight.features(picture)
-        fields = {name: MultiModalFieldElem(torch.from_numpy(value), flat) for name, value in by_patch.items()}
-        fields |= {name: MultiModalFieldElem(torch.from_numpy(value), whole) for name, value in of_whole.items()}
-        place = PlaceholderRange(start, picture.tokens)
-        features.append(MultiModalFeatureSpec(MultiModalKwargsItem(fields), "image", picture.name, place, picture.name))
-    return features
-
-
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> SamplingParams:
     from vllm import SamplingParams
@@ -817,7 +791,7 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
     arguments = {
         "model": str(model),
-        "skip_tokenizer_init": not sees(str(model)),  # vLLM makes a processor of pictures, which has it, though unused
+        "skip_tokenizer_init": not packages_of_vision(model),  # vLLM makes a processor of pictures, which needs it
         "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": use.seed,
@@ -838,7 +812,7 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
     }
     if use.lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
-    if sees(str(model)):
+    if packages_of_vision(model):
         # vLLM would bring the pixels to the model's range in the engine, by preprocessor_config.json alone: where it
         # does not say how, as transformers' defaults need not, the tower would get bytes. The files have no video.
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}

@@ -20,7 +20,6 @@ from areal.samples.trajectory import Group
 from areal.storage import rollouts
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
-from areal.storage.picture_store import PictureStore
 from areal.storage.records import NewRecords, read_records
 from areal.storage.run_files import (
     CHANGES,
@@ -30,7 +29,6 @@ from areal.storage.run_files import (
     JOURNAL,
     METRICS,
     OLDER,
-    PICTURES,
     ROLLOUTS,
     SUMMARY,
 )
@@ -66,7 +64,6 @@ class Record:
             raise UserError(f"{folder} is not the folder of a run: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
         self.folder = folder
         self.name = folder.resolve().name
-        self.pictures = PictureStore(folder / PICTURES)
         self.new_events = NewRecords(folder / EVENTS).read
         """The events since the last call, in the order in which they were written."""
         self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)

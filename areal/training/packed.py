@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from areal.samples.pictures import find
 from areal.samples.table import COLUMNS, NOT_SAMPLED
 from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
-from areal.samples.vision import Picture, pictures_in, positions_of
 
-NO_PICTURES: Mapping[str, Picture] = {}
+NO_PICTURES: Mapping[str, Any] = {}
+# The parts of a batch that are arrays by name.
+PARTS = ("columns", "inputs", "pictures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,13 @@ class FlatBatch:
     columns: by name, [T] or [T, k], the columns of the table of tokens (`COLUMNS`) that the samples have; and what a
     step finds for each token before it trains on the batch.
     inputs: by name, what the model's layers take with each token. `routes`: uint8 [T, width], the experts of the pass
-    at a token, which sampled the token after it; 0: it has none. `pictures`, `parts`: int32 [T], the number of the
-    picture that a token is a placeholder of, -1: of none, and of which of its parts. `places`: int32 [T, 3], as of
-    `positions_of`. Without routes or pictures in the batch, these are missing.
+    at a token, which sampled the token after it; 0: it has none. The extension `pictures` adds those of placeholders.
+    Without routes or pictures in the batch, these are missing.
     lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
     rewards, groups, cut: [M]: the number of the sample's group, and whether it was cut at the limit of tokens.
-    patches, grids: float32 [patches of all, D] and int32 [K, 3], of the batch's K distinct pictures, as in `Picture`.
+    pictures: by name, what the model's tower takes of the batch's pictures.
     """
 
     columns: dict[str, np.ndarray]
@@ -55,8 +56,7 @@ class FlatBatch:
     rewards: np.ndarray
     groups: np.ndarray
     cut: np.ndarray
-    patches: np.ndarray
-    grids: np.ndarray
+    pictures: dict[str, np.ndarray]
 
     @classmethod
     def of(
@@ -66,7 +66,7 @@ class FlatBatch:
         minibatches: int,
         prefix_tree: bool = False,
         keeps_cache: bool = False,
-        pictures: Mapping[str, Picture] = NO_PICTURES,
+        pictures: Mapping[str, Any] = NO_PICTURES,
     ) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
@@ -89,7 +89,7 @@ class FlatBatch:
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
         routes = _routes(trajectories, members, keeps_cache=keeps_cache)
         shared = _shared_prefixes(members, routes) if prefix_tree else np.zeros_like(lengths)
-        placeholders, of_pictures = _pictures(sequences, pictures)
+        placeholders, of_pictures = find("inputs")(sequences, pictures) if pictures else ({}, {})
         return cls(
             columns=columns,
             inputs=({"routes": np.concatenate(routes)} if routes else {}) | placeholders,
@@ -101,18 +101,18 @@ class FlatBatch:
             rewards=rewards,
             groups=numbers,
             cut=np.array([t.finish == "length" for t in trajectories]),
-            **of_pictures,
+            pictures=of_pictures,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by name, such as `lengths` and `columns.tokens`. `of_arrays` is the inverse."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = {f"{of}.{name}": array for of in ("columns", "inputs") for name, array in values.pop(of).items()}
+        named = {f"{of}.{name}": array for of in PARTS for name, array in values.pop(of).items()}
         return values | named
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Self:
-        values: dict[str, Any] = {"columns": {}, "inputs": {}}
+        values: dict[str, Any] = {part: {} for part in PARTS}
         for key, array in arrays.items():
             of, _, name = key.rpartition(".")
             (values[of] if of else values)[name] = array
@@ -169,34 +169,6 @@ def _columns(sequences: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         if having and not column.of_pass:
             columns[name] = np.concatenate([sequence.filled(name) for sequence in sequences]).astype(column.dtype)
     return columns
-
-
-def _pictures(
-    sequences: Sequence[Trajectory], pictures: Mapping[str, Picture]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The inputs of `FlatBatch` that have to do with pictures, and its patches and grids. Raises ValueError for tokens
-    that do not stand for their pictures."""
-    distinct = list(pictures.values())
-    of_pictures = {
-        "patches": np.concatenate([picture.patches for picture in distinct] or [np.zeros((0, 0), np.float32)]),
-        "grids": np.array([picture.grid for picture in distinct], np.int32).reshape(-1, 3),
-    }
-    if not distinct:
-        return {}, of_pictures
-    numbers = {name: number for number, name in enumerate(pictures)}
-    columns = []
-    for sequence in sequences:
-        column = np.full((len(sequence), 5), -1, np.int32)
-        starts, names = pictures_in(sequence.pictures, {name: picture.tokens for name, picture in pictures.items()})
-        of_sequence = [pictures[name] for name in names]
-        for start, picture in zip(starts, of_sequence, strict=True):
-            column[start : start + picture.tokens, 0] = numbers[picture.name]
-            column[start : start + picture.tokens, 1] = np.arange(picture.tokens)
-        column[:, 2:] = positions_of(len(sequence), starts, of_sequence).T
-        columns.append(column)
-    table = np.concatenate(columns)
-    placeholders = {"pictures": table[:, 0].copy(), "parts": table[:, 1].copy(), "places": table[:, 2:].copy()}
-    return placeholders, of_pictures
 
 
 class _Member(NamedTuple):

@@ -12,7 +12,6 @@ from areal.base.errors import UserError, explain
 from areal.config.trainer_section import TrainerConfig
 from areal.training.attention import FLASH, compile_layers, row_inputs
 from areal.training.flops import experts_of
-from areal.training.frozen_tower import FrozenTower
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
@@ -41,7 +40,7 @@ class Passes:
     ) -> None:
         self._config, self._attention, self._together, self._device = config, attention, together, device
         self._replay = replay
-        self.tower: FrozenTower | None = None  # until a batch has pictures
+        self.tower: Any = None  # until a batch has pictures
         self.prefix_tree = config.prefix_tree and attention != FLASH  # flash attention takes no mask
         self.one_a_row = False
 

@@ -31,11 +31,10 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.models import context_of, find_model
+from areal.samples.pictures import find, pictures_of
 from areal.samples.table import NOT_SAMPLED
 from areal.samples.tokenizer import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.samples.trajectory import Group, Trajectory
-from areal.samples.vision import sight_of
-from areal.storage.picture_store import PictureStore, pictures_of
 from areal.storage.run_files import PICTURES
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.training.guard import not_finite
@@ -206,10 +205,9 @@ def _read_rows(
 def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
     """The rows of the source: those to train on, and those held out; and what to say of them."""
 
-    store = PictureStore(pictures)
-
     def put(row: Row) -> Row:
-        store.put_all(row.pictures)
+        if row.pictures:
+            find("store")(pictures).put_all(row.pictures)
         return replace(row, pictures=())  # these may be more than fit into memory
 
     data, eval_size = config.data, config.data.eval_size
@@ -257,7 +255,7 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     is_sampled = np.repeat([False, True], [len(prompt), len(completion)])
     tokens, parts = np.array([*prompt, *completion], np.int32), parts_of(messages)
     of_prompt = np.where(is_sampled, NOT_SAMPLED, tokens)
-    pictures = sight_of(tokenizer.name_or_path).column(of_prompt, parts) if parts else None
+    pictures = find("sight")(tokenizer.name_or_path).column(of_prompt, parts) if parts else None
     return _alone(row.index, tokens, is_sampled, pictures)
 
 

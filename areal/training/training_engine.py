@@ -11,10 +11,10 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,9 @@ from areal.config import Config
 from areal.config.trainer_section import TrainerConfig
 from areal.cpu import deepspeed_on_cpu as cpu
 from areal.models import check_trainable, flash_computes, routing_of
+from areal.samples.pictures import find, pictures_of
 from areal.samples.trajectory import Group, TokenValues
-from areal.samples.vision import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
-from areal.storage.picture_store import PictureStore, pictures_of
 from areal.training.agreement import SILENCE, RankMessages, Writer
 from areal.training.algorithms.algorithm import RowOutputs, policy_gradient, set_columns
 from areal.training.algorithms.assembly import algorithm_of
@@ -42,7 +41,6 @@ from areal.training.attention import choose_attention
 from areal.training.checkpoint import TrainingState
 from areal.training.division import division_of
 from areal.training.flops import Operations, peak_tflops
-from areal.training.frozen_tower import FrozenTower
 from areal.training.head import Head
 from areal.training.model_reader import ModelReader
 from areal.training.offload import OffloadedTensors, tensors_in
@@ -159,7 +157,7 @@ class TrainingEngine:
         self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
         self.source = model
-        self._pictures, self._views = PictureStore(pictures), Views()
+        self._pictures = pictures
         self._keep_values, self._keeps_cache = keep_values, keeps_cache
         self._control = control_group()
         self.messages = RankMessages(self._control)
@@ -302,25 +300,22 @@ class TrainingEngine:
             for name, (shape, dtype) in header.items()
         }
         flat = FlatBatch.of_arrays(sent)
-        if len(flat.grids):
-            self.passes.tower = self.passes.tower or FrozenTower(self._module, self.source, self.device)
+        if flat.pictures:
+            self.passes.tower = self.passes.tower or find("tower")(self._module, self.source, self.device)
             self.passes.tower.look(flat)
         return flat
 
-    def _look_at(self, batch: Sequence[Group]) -> dict[str, Picture]:
+    def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
         """The pictures of the groups, by their names."""
         names = dict.fromkeys(name for group in batch for name in pictures_of(group))
-        if not names:
-            return {}
-        sight = sight_of(str(self.source))
+        return self._views.look_all(names, self._pictures, self._count_work) if names else {}
 
-        def look(name: str) -> Picture:
-            view = self._views.get(name) or self._views.add(sight.look(self._pictures.get(name)))
-            self.work_done += 1
-            return view
+    @cached_property
+    def _views(self) -> Any:
+        return find("views")(str(self.source))
 
-        with ThreadPoolExecutor() as threads:
-            return dict(zip(names, threads.map(look, names), strict=True))
+    def _count_work(self) -> None:
+        self.work_done += 1
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from areal.samples.pictures import find
 from areal.samples.tokenizer import special_tokens
-from areal.samples.vision import sight_of
 
 Message = dict[str, Any]
 
@@ -143,7 +143,7 @@ class ChatTemplate:
         if not pictures:
             return text
         sizes = [(picture["width"], picture["height"]) for picture in pictures]
-        return sight_of(self._tokenizer.name_or_path).expand(text, sizes)
+        return str(find("sight")(self._tokenizer.name_or_path).expand(text, sizes))
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import Credit, SandboxConfig
 from areal.extensions.agents.parsers import Parsers
+from areal.extensions.pictures.picture_files import part_of
+from areal.extensions.pictures.vision import sight_of
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
-from areal.samples.pictures import part_of
 from areal.samples.table import Generation
 from areal.samples.trajectory import Trajectory
-from areal.samples.vision import sight_of
 from areal.workflows.forest import Forest
 
 EOS = 0

@@ -15,9 +15,10 @@ from actors.runtime.actor import Notifier
 from actors.sampling.flows import PICTURES, Flow, Flows
 from actors.sampling.jobs import Call, SampleState
 from areal.config.engine_sections import SamplingConfig
+from areal.extensions.pictures.views import Views
+from areal.extensions.pictures.vision import Picture, Sight
 from areal.samples.pictures import digest_of
 from areal.samples.table import Generation, TokenTable
-from areal.samples.vision import Picture, Sight, Views
 from protocols.messages import GeneratePictured
 from protocols.transport import Bus
 
@@ -59,7 +60,8 @@ async def asked(tmp_path):
     generator.config = SimpleNamespace(model=str(tmp_path))
     working = lambda *_: contextlib.nullcontext()  # noqa: E731
     generator.member = SimpleNamespace(state="healthy", working=working)
-    generator._engine, generator._views, generator._loaded = Engine(), Views(limit=0), Notifier()
+    generator._engine, generator._loaded = Engine(), Notifier()
+    generator._views = Views(str(tmp_path), limit=0)
     generator._sequences, generator._leaving, generator._samples = {}, set(), None
     generator._flows = Flows(lambda new: 16, _columns, spawn)
     files = []

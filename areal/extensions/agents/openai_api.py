@@ -24,9 +24,9 @@ from pydantic_core import PydanticCustomError
 
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
-from areal.data.pictured import from_url
 from areal.data.rows import PICTURE_PARTS
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
+from areal.samples.pictures import find
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
@@ -522,7 +522,7 @@ def _part(part: Json, session: Session | None) -> Json:
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
     with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):
-        content = from_url(url) if isinstance(url, str) else None
+        content = find("file_of_url")(url) if isinstance(url, str) else None
         if content is not None and session:
             return session.show(content)
     if session is None or (picture := session.shown.get(str(part.get("digest")))) is None:

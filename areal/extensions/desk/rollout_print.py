@@ -18,6 +18,7 @@ from areal.extensions.desk.rollout_queries import SORTED_BY, QueryStuck, Rollout
 from areal.samples.tokenizer import token_texts
 from areal.samples.trajectory import pieces
 from areal.storage.record import Record
+from areal.storage.run_files import PICTURES
 
 
 def print_rollouts(options: Namespace) -> None:
@@ -39,7 +40,7 @@ def print_rollouts(options: Namespace) -> None:
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
     tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
-        _print(row, tokenizer, [record.pictures.folder / name for name in pictures_of(row)], console)
+        _print(row, tokenizer, [record.folder / PICTURES / name for name in pictures_of(row)], console)
 
 
 def _print(row: dict[str, Any], tokenizer: Any, pictures: list[Path], console: Console) -> None:

@@ -19,9 +19,10 @@ import duckdb
 import numpy as np
 
 from areal.base.errors import UserError
-from areal.samples.pictures import digests_in, thumbnail
+from areal.samples.pictures import digests_in, find
 from areal.samples.trajectory import DIGEST_BYTES
 from areal.storage.record import NO_ROLLOUTS, ROLLOUT_COLUMNS, Record
+from areal.storage.run_files import PICTURES
 
 T = TypeVar("T")
 
@@ -322,6 +323,6 @@ def pictures_of(row: dict[str, Any]) -> list[str]:
 def picture_shown(record: Record, name: str) -> str:
     """The picture as the page shows it, a data URL, or why it cannot."""
     try:
-        return thumbnail(record.pictures.get(name), THUMBNAIL)
+        return str(find("thumbnail")(find("store")(record.folder / PICTURES).get(name), THUMBNAIL))
     except (UserError, ValueError) as error:
         return f"The picture {name} cannot be shown: {error}"

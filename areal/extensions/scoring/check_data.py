@@ -24,15 +24,14 @@ from rich.console import Console
 from areal.base.errors import UserError
 from areal.base.text import shown
 from areal.config.scoring import ScoringConfig
-from areal.data import pictured
-from areal.data.rows import prompt_or_none, prompt_text
+from areal.data.rows import prompt_text
 from areal.extensions.programs import code_rows
 from areal.extensions.programs.code_tests import FAILS
 from areal.extensions.scoring.score import judge_rows, read_rows
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import RewardError, passing
 from areal.rewards.worker_processes import RewardFailed
-from areal.samples.pictures import decode
+from areal.samples.pictures import FIELDS, find
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
 # How many bad rows are shown on the console; the output has all.
@@ -97,16 +96,11 @@ async def _check(folder: Path, pool: RewardPool, config: ScoringConfig, row: dic
 
 
 def _flaw_of_pictures(row: dict[str, Any], folder: Path) -> str | None:
-    """What is wrong with the pictures of a row, whose paths begin at `folder`. They are decoded."""
-    prompt, values = prompt_or_none(row.get("prompt") or "?"), pictured.in_fields(row)
-    if prompt is None or not (values or pictured.has_parts(prompt)):
+    """What is wrong with the pictures of a row, whose paths begin at `folder`. They are decoded. Raises UserError."""
+    if not isinstance(row.get("prompt"), list) and not any(row.get(name) for name in FIELDS):
         return None
-    try:
-        for content in pictured.place(prompt, values, folder, "the row")[1]:
-            decode(content)
-    except (UserError, ValueError) as error:
-        return str(error)
-    return None
+    flaw: str | None = find("flaw")(row, folder)
+    return flaw
 
 
 def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:

@@ -17,9 +17,9 @@ from support.tiny_pictures import png
 from actors.trainer.sample_store import SampleStore
 from areal.config import Config
 from areal.config.trainer_section import TrainerConfig
+from areal.extensions.pictures.picture_store import PictureStore
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Trajectory
-from areal.storage.picture_store import PictureStore
 from areal.storage.spool import Spool
 from protocols.messages import GroupAccepted, OfferPictures, ScoredSample, StorePictures, StoreSamples
 from protocols.transport import Request

@@ -20,10 +20,11 @@ from support.tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition
+from areal.extensions.pictures.picture_store import PictureStore
+from areal.extensions.pictures.vision import sight_of
+from areal.samples.pictures import pictures_of
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Branch, Group, Trajectory
-from areal.samples.vision import sight_of
-from areal.storage.picture_store import PictureStore, pictures_of
 from areal.storage.rollouts import RolloutWriter
 from areal.training.sft import SftConfig, SftData, _demonstrations, sampled
 

@@ -6,27 +6,25 @@ each part, which takes the place of the placeholder's embedding. This module kno
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from areal.base.errors import UserError, explain
 from areal.config import Config
-from areal.samples.pictures import decode, digest_of
+from areal.extensions.pictures.picture_files import decode
+from areal.models import SEEING, packages_of_vision
+from areal.samples.pictures import digest_of
 from areal.samples.trajectory import DIGEST_BYTES
 
 # The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 SQUARE = {"image_size": 224, "patch_size": 32}
 PLACEHOLDER = "<|image_pad|>"
-# Of the patches that `Views` keeps. Those of the largest picture of Qwen2.5-VL are 24 MiB.
-VIEWED_BYTES = 1 << 28
 
 
 class Picture(NamedTuple):
@@ -153,49 +151,6 @@ class SquareSight(Sight):
         return {"pixel_values": square, "pixel_attention_mask": every}, {"num_patches": np.array(1)}
 
 
-# By the types of models that see.
-SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
-
-
-def pictures_in(column: np.ndarray | None, parts: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """Where the pictures of a sequence with this column `pictures` begin, and their digests. parts: in how many parts
-    the model sees each. Raises ValueError if it has more or fewer placeholders."""
-    places, starts, names = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[str]()
-    while column is not None and len(places):
-        name = column[places[0]].tobytes().hex()
-        run, places = places[: parts[name]], places[parts[name] :]
-        if run[-1] - run[0] != parts[name] - 1 or (column[run] != column[run[0]]).any():
-            raise ValueError(f"the placeholders of the picture {name} are not as many as it has parts")
-        starts.append(int(run[0]))
-        names.append(name)
-    return starts, names
-
-
-def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
-    """The positions of a sequence in time, height and width, int64 [3, length]: those of a picture's parts count from
-    the position after the token before it, and the next token has the position after the largest of these
-    (arXiv 2409.12191, section 2.1)."""
-    columns, begin, position = [], 0, 0
-    for start, picture in zip(starts, pictures, strict=False):
-        columns.append(np.broadcast_to(np.arange(start - begin) + position, (3, start - begin)))
-        position += start - begin
-        columns.append(np.indices(picture.parts).reshape(3, -1) + position)
-        begin, position = start + picture.tokens, position + max(picture.parts)
-    columns.append(np.broadcast_to(np.arange(length - begin) + position, (3, length - begin)))
-    return np.concatenate(columns, axis=1)
-
-
-def sees(folder: str) -> bool:
-    """Whether prompts of the model in `folder` may have pictures."""
-    return _read(Path(folder) / "config.json").get("model_type") in SEEING
-
-
-def packages_of_vision(folder: str) -> Sequence[str]:
-    """The packages that vLLM needs besides for the model in `folder`."""
-    kind = _read(Path(folder) / "config.json").get("model_type")
-    return [*["torchvision"] * (kind in SEEING), *["num2words"] * (kind == "smolvlm")]
-
-
 def check_pictures(config: Config) -> None:
     """Raises UserError if prompts of the run may not have pictures."""
     sight_of(config.model)
@@ -211,39 +166,15 @@ def check_pictures(config: Config) -> None:
         raise UserError(f"Prompts have pictures, which {setting} does not take: leave the pictures or the setting out.")
 
 
-class Views:
-    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
-
-    def __init__(self, limit: int = VIEWED_BYTES) -> None:
-        self._limit, self._size = limit, 0
-        self._pictures: OrderedDict[str, Picture] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, name: str) -> Picture | None:
-        with self._lock:
-            if name in self._pictures:
-                self._pictures.move_to_end(name)
-            return self._pictures.get(name)
-
-    def add(self, picture: Picture) -> Picture:
-        with self._lock:
-            if picture.name not in self._pictures:
-                self._size += picture.patches.nbytes
-            self._pictures[picture.name] = picture
-            while len(self._pictures) > 1 and self._size > self._limit:
-                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
-        return picture
-
-
 @lru_cache(maxsize=8)
 def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
-    if not sees(folder):
+    if not packages_of_vision(Path(folder)):
         raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
-    if SEEING[config["model_type"]] is SquareSight:
+    if config["model_type"] == "smolvlm":
         if settings.get("do_image_splitting", True):
             raise UserError(
                 f"the model {folder} sees a picture in tiles, which is not trained here: set do_image_splitting to "

@@ -13,11 +13,11 @@ from support.tiny_pictures import PLACEHOLDER, png, prompt_with
 from support.tiny_training import sampled, settings
 
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
+from areal.extensions.pictures.picture_files import part_of
+from areal.extensions.pictures.picture_store import PictureStore
+from areal.extensions.pictures.vision import sight_of
 from areal.generation.generation_engine import GenerationEngine
-from areal.samples.pictures import part_of
 from areal.samples.trajectory import Group
-from areal.samples.vision import sight_of
-from areal.storage.picture_store import PictureStore
 from areal.training.training_engine import TrainingEngine
 
 SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)

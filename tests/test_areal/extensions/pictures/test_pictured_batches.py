@@ -12,10 +12,12 @@ from support.tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
 from support.tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
 
 from areal.base.errors import UserError
-from areal.samples.pictures import digest_of, digests_in, part_of
+from areal.extensions.pictures.picture_files import part_of
+from areal.extensions.pictures.picture_store import PictureStore
+from areal.extensions.pictures.vision import sight_of
+from areal.models import packages_of_vision
+from areal.samples.pictures import digest_of, digests_in
 from areal.samples.trajectory import Branch, Group, Trajectory
-from areal.samples.vision import packages_of_vision, sight_of
-from areal.storage.picture_store import PictureStore
 from areal.training.training_engine import TrainingEngine
 
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
@@ -244,6 +246,6 @@ def test_smolvlm_sees_a_picture_as_one_square_or_not_at_all(tmp_path):
     with pytest.raises(UserError, match="set do_image_splitting to false in its preprocessor_config.json"):
         sight_of(str(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text('{"do_image_splitting": false}')
-    assert packages_of_vision(str(tmp_path)) == ["torchvision", "num2words"]
+    assert packages_of_vision(tmp_path) == ["torchvision", "num2words"]
     whole = get_image_prompt_string(0, 0, 1, "<fake_token_around_image>", "<image>", "<global-img>")
     assert sight_of(str(tmp_path)).expand("a <image> b", [(30, 40)]) == f"a {whole} b"

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from support.tiny_pictures import bomb, png
 
-from areal.samples.pictures import MAX_BYTES, decode, size_of
+from areal.extensions.pictures.picture_files import MAX_BYTES, decode, size_of
 
 
 def stored(picture, kind="PNG", **options):

@@ -41,8 +41,8 @@ class FrozenTower:
 
     def look(self, batch: FlatBatch) -> None:
         """Set the pictures of the rows that follow."""
-        self._grids = batch.grids
-        self._patches = np.split(batch.patches, np.cumsum(self._grids.prod(1))[:-1])
+        self._grids = batch.pictures["grids"]
+        self._patches = np.split(batch.pictures["patches"], np.cumsum(self._grids.prod(1))[:-1])
         self._vectors: dict[int, list[Tensor]] = {}
 
     def follow(self, row: PackedRow) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from areal.base.errors import UserError, explain
-from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
-from areal.samples.pictures import MAX_BYTES, part_of
+from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt, has_parts, prompt_or_none
+from areal.extensions.pictures.picture_files import MAX_BYTES, decode, part_of
+from areal.samples.pictures import FIELDS
 
-FIELDS = ("decoded_image", "image", "images")
 # What has the picture in an object, as the hub, verl and the protocols of agents write it.
 _KEYS = ("bytes", "path", "image", "url")
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -26,7 +26,7 @@ _DATA_URL = re.compile(r"data:image(/[\w.+-]+)?;base64,")
 Part = dict[str, Any]
 
 
-def in_fields(raw: Mapping[str, Any]) -> list[Any]:
+def _in_fields(raw: Mapping[str, Any]) -> list[Any]:
     """The pictures in the fields of a row, as they are written."""
     for name in FIELDS:
         value = raw.get(name)
@@ -44,16 +44,13 @@ def _is_picture(value: Any) -> bool:
     return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
 
 
-def has_parts(prompt: Prompt | None) -> bool:
-    """Whether a part of a message is a picture."""
-    contents = [] if prompt is None or isinstance(prompt, str) else [message["content"] for message in prompt]
-    return any(isinstance(content, list) for content in contents)
-
-
-def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tuple[list[Part], tuple[bytes, ...]]:
-    """The prompt as messages in which each picture is a part with its `digest`, `width` and `height`, and the files.
-    values: of `in_fields`. folder: for paths. Raises UserError."""
-    unplaced, pictures = iter(values), []
+def place(prompt: Prompt, raw: Mapping[str, Any], folder: Path, where: str) -> tuple[Prompt, tuple[bytes, ...]]:
+    """The prompt of the row `raw` as messages in which each picture is a part with its `digest`, `width` and `height`,
+    and the files; the prompt itself if the row has no picture. folder: for paths. Raises UserError."""
+    values = _in_fields(raw)
+    if not values and not has_parts(prompt):
+        return prompt, ()
+    unplaced, pictures = iter(values), list[bytes]()
     messages = _marked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, len(values))
 
     def put(part: Part) -> Part:
@@ -76,6 +73,17 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
     if next(unplaced, None) is not None:
         raise UserError(f"{where} has more pictures than places for them in its prompt: correct it")
     return placed, tuple(pictures)
+
+
+def flaw_of(row: Mapping[str, Any], folder: Path) -> str | None:
+    """What is wrong with the pictures of a row, which are decoded. folder: for paths."""
+    prompt = prompt_or_none(row.get("prompt") or "?")
+    try:
+        for content in () if prompt is None else place(prompt, row, folder, "the row")[1]:
+            decode(content)
+    except (UserError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _marked(messages: Sequence[Part], count: int) -> list[Part]:

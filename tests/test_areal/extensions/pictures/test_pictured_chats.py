@@ -11,15 +11,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.base.errors import UserError
-from areal.data.pictured import place
 from areal.extensions.agents.anthropic_api import CountRequest
 from areal.extensions.agents.openai_api import ApiError, ChatRequest, ChatSession, messages_of, prompt_tokens
 from areal.extensions.agents.responses_api import ResponseReply, ResponsesRequest
+from areal.extensions.pictures.pictured_rows import place
+from areal.extensions.pictures.vision import PLACEHOLDER
 from areal.samples.pictures import digest_of, digests_in
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
-from areal.samples.vision import PLACEHOLDER
 from areal.workflows.conversation import begin, user
 
 TEMPLATE = (
@@ -44,7 +44,7 @@ def tokenizer(tmp_path):
 
 def test_a_chat_with_pictures_goes_on_after_an_answer(tokenizer, tmp_path):
     files = [png(56, 84, 0), png(28, 28, 1)]
-    prompt, _ = place("<image> how many <image>", files, tmp_path, "the row")
+    prompt, _ = place("<image> how many <image>", {"images": files}, tmp_path, "the row")
     talk, messages = begin(tokenizer, prompt)
     first = talk.prompt(messages)
     assert first == [1, 3, *[10] * 6, 4, 6, 7, 3, 10, 4, 5, 2]
@@ -54,7 +54,7 @@ def test_a_chat_with_pictures_goes_on_after_an_answer(tokenizer, tmp_path):
 
 
 def test_a_placeholder_in_the_text_of_a_chat_fails_the_sample(tokenizer, tmp_path):
-    prompt, _ = place(f"<image> how many {PLACEHOLDER}", [png(28, 28, 0)], tmp_path, "the row")
+    prompt, _ = place(f"<image> how many {PLACEHOLDER}", {"images": [png(28, 28, 0)]}, tmp_path, "the row")
     talk, messages = begin(tokenizer, prompt)
     with pytest.raises(ValueError, match="the text of the chat has 2 placeholders for 1 pictures"):
         talk.prompt(messages)
@@ -62,7 +62,7 @@ def test_a_placeholder_in_the_text_of_a_chat_fails_the_sample(tokenizer, tmp_pat
 
 def test_a_model_that_does_not_see_refuses_pictures(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    prompt, _ = place("<image> how many", [png(28, 28, 0)], tmp_path, "the row")
+    prompt, _ = place("<image> how many", {"images": [png(28, 28, 0)]}, tmp_path, "the row")
     talk, messages = begin(load_tokenizer(str(tmp_path)), prompt)
     with pytest.raises(UserError, match="sees no pictures here, which qwen2_5_vl, qwen3_vl, smolvlm alone do"):
         talk.prompt(messages)
@@ -113,7 +113,7 @@ async def test_the_rows_pictures_come_in_any_turn_and_as_the_result_of_a_tool(se
     assert session.asked[2] == [*session.asked[1], 9, 5, 1, 9, 5, 2]
     (trained,) = session.trajectory(1.0).sequences()
     assert trained.tokens.tolist() == [*session.asked[2], 9, 5], "what the engine had is what is trained"
-    prompt, _ = place("how many", [WIDE, SMALL], tmp_path, "the row")
+    prompt, _ = place("how many", {"images": [WIDE, SMALL]}, tmp_path, "the row")
     as_in_the_row = ChatRequest(messages=json.loads(json.dumps(prompt)))
     assert prompt_tokens(as_in_the_row, chat.tokenizer, session) == len([1, *PADS, 6, 7, 5, 2])
 

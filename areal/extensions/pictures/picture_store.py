@@ -1,12 +1,15 @@
 """The pictures of a run, each once: a file named by its digest, which is its checksum."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
 
 from areal.base.errors import UserError, explain
-from areal.samples.pictures import MAX_BYTES, digest_of, digests_in
-from areal.samples.trajectory import Group
+from areal.extensions.pictures.picture_files import MAX_BYTES, size_of
+from areal.extensions.pictures.pictured_batches import pictures_in
+from areal.extensions.pictures.vision import sight_of
+from areal.samples.pictures import digest_of, digests_in
+from areal.samples.trajectory import Trajectory
 from areal.storage.disk import replace
 
 
@@ -40,7 +43,12 @@ class PictureStore:
             raise UserError(f"A picture of the run, {file}, is damaged: copy it back.")
         return content
 
-
-def pictures_of(group: Group) -> Sequence[str]:
-    """The digests of the pictures of a group's samples."""
-    return list(dict.fromkeys(name for sample in group.trajectories for name in digests_in(sample.pictures)))
+    def check(self, trajectory: Trajectory, model: str) -> None:
+        """Raises ValueError if a picture is not stored, or has more or fewer placeholders than the model sees parts."""
+        digests = digests_in(trajectory.pictures)
+        if lacking := self.lacking(digests):
+            raise ValueError(f"the picture {lacking[0]} is not stored")
+        sight = sight_of(model)
+        parts = {digest: sight.tokens(*size_of(self.get(digest))) for digest in digests}
+        for sequence in trajectory.sequences():
+            pictures_in(sequence.pictures, parts)
