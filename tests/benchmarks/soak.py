@@ -109,7 +109,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where the run and the readings go")
+    parser.add_argument("--folder", type=Path, default=Path("soak"), help="where the run and the readings go")
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--every", type=float, default=120.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")

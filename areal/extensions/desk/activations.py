@@ -7,9 +7,8 @@ The rest follows: memory is linear in the number of tokens, and from one layer t
 
 import copy
 import weakref
-from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ TOKENS = 1021
 """A prime number, so that only gradients of parameters have the shapes of parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes per token. `saved`: what the layers keep from the forward pass for the backward pass. `peak`: the most that
     exists at once during the layers' backward pass, which includes `saved`. Gradients of parameters do not count."""
 
@@ -39,26 +37,18 @@ def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bo
     """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
     small, large = of_layers(sizes, 2), of_layers(sizes, 4)
     few, many = (_passes(layers, trainer, checkpointing) for layers in (small, large))
-
-    def all_layers(name: str) -> float:
-        a_layer = (getattr(many, name) - getattr(few, name)) / (large.num_hidden_layers - small.num_hidden_layers)
-        return getattr(few, name) + (sizes.num_hidden_layers - small.num_hidden_layers) * a_layer
-
-    return Activations(all_layers("saved"), all_layers("peak"))
-
-
-def _period(kinds: list[str]) -> int:
-    """After how many layers their kinds repeat themselves."""
-    return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
+    layers, more = small.num_hidden_layers, large.num_hidden_layers
+    times = (sizes.num_hidden_layers - layers) / (more - layers)
+    return Activations(*(a + times * (b - a) for a, b in zip(few, many, strict=True)))
 
 
 def of_layers(sizes: Any, per_kind: int) -> Any:
     """The config `sizes` with only so many layers of each kind, in the order of the model."""
     sizes = copy.deepcopy(sizes)
-    kinds = getattr(sizes, "layer_types", None)
-    period = _period(kinds or [""])
+    kinds = getattr(sizes, "layer_types", None) or [""]
+    period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
     sizes.num_hidden_layers = per_kind * period
-    if kinds:
+    if kinds != [""]:
         sizes.layer_types = [*islice(cycle(kinds[:period]), per_kind * period)]
     return sizes
 
@@ -66,10 +56,9 @@ def of_layers(sizes: Any, per_kind: int) -> Any:
 def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activations:
     from transformers import AutoModelForCausalLM
 
-    dtype = getattr(torch, trainer.dtype)
-    attention = choose_attention("float32")
+    dtype, attention = getattr(torch, trainer.dtype), choose_attention("float32")
+    how = {"trust_remote_code": False, "dtype": dtype, "attn_implementation": attention}
     with torch.device("meta"):
-        how = {"trust_remote_code": False, "dtype": dtype, "attn_implementation": attention}
         model = AutoModelForCausalLM.from_config(sizes, **how).train()
         decoder = model.get_decoder()
         if checkpointing:
@@ -82,14 +71,10 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         row = empty_row(torch.device("cpu"), TOKENS)
-        embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
+        inputs = {"inputs_embeds": torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)}
+        inputs |= {"position_ids": row.positions, **attention_kwargs(row, attention)}
         with _Count(model) as count:
-            hidden = decoder(
-                inputs_embeds=embeddings,
-                position_ids=row.positions,
-                use_cache=False,
-                **attention_kwargs(row, attention),
-            ).last_hidden_state
+            hidden = decoder(**inputs, use_cache=False).last_hidden_state
             saved = count.now
             hidden.backward(torch.zeros_like(hidden))
     return Activations(saved / TOKENS, count.peak / TOKENS)
@@ -109,17 +94,13 @@ class _Count(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tuple(sorted(tensor.shape)) not in self._shapes:
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._storages.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
         return output
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages:
-            return
-        self._storages.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, size)
 
     def _drop(self, key: int, size: int) -> None:
         self._storages.discard(key)

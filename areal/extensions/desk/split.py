@@ -6,7 +6,8 @@ is in bytes per device, lengths are in tokens.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, product
 from typing import Any
 
 from areal.base.errors import UserError
@@ -19,16 +20,12 @@ from areal.weights.packs import sending_bytes
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GENERATOR_SHARE = 0.9
-"""Share of a device's memory for an engine that has the device to itself. vLLM's own default is 0.92."""
-TRAINER_SHARE = 0.9
-"""Share of a device's memory that training can use; the rest is lost to fragmentation. Assumed."""
-GENERATOR_OTHER = 1.5 * GIB
-"""CUDA context and graphs of an engine. Assumed."""
-TRAINER_OTHER = 2 * GIB
-"""CUDA context and NCCL. Assumed."""
-HOST_OTHER = 4 * GIB
-"""Host memory of a process with torch and CUDA. Assumed."""
+GENERATOR_SHARE = TRAINER_SHARE = 0.9
+"""Share of a device's memory for an engine that has the device to itself (vLLM's own default is 0.92), and for
+training, where the rest is lost to fragmentation. Assumed."""
+GENERATOR_OTHER, TRAINER_OTHER, HOST_OTHER = 1.5 * GIB, 2 * GIB, 4 * GIB
+"""CUDA context and graphs of an engine; CUDA context and NCCL of a rank; host memory of a process with torch and CUDA.
+Assumed."""
 DEVICES_OF_A_HOST = 8
 """Ranks that share the writing of weights, at most. Assumed."""
 LIVE_PARAMETERS = 10**9
@@ -66,27 +63,22 @@ class ModelSizes:
     merged: int = 0
     heads: int = 0
 
-    @property
-    def kv_values(self) -> int:
-        """Values in the KV cache for one token: a key and a value in each layer."""
-        return 2 * self.layers * self.kv_heads * self.head_size
-
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Completion tokens per second of one device while it has work."""
+class Workload:
+    """Completion tokens per second of one device while it has work, and lengths in tokens: the longest prompt, the mean
+    completion and the longest completion."""
 
-    generating: float
-    training: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLengths:
-    """Lengths in tokens: the longest prompt, the mean completion and the longest completion."""
-
+    generation_rate: float
+    training_rate: float
     prompt: int
     mean: float
     longest: int
+
+    @property
+    def sequence(self) -> int:
+        """The longest prompt and completion together."""
+        return self.prompt + self.longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,39 +97,26 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        states = self.weights + self.gradients + self.optimizer + self.reference
-        return states + self.activations + self.buckets + self.overhead
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationMemory:
-    """Memory of one device of a generator, in bytes. `share`: of the device. `step`: activations of a step with as many
-    tokens as vLLM takes at once, and the log-probs of all sequences. `room`: for the KV cache. `full_kv`: that of
-    max_concurrent_rollouts sequences of the greatest length. `sequences`: how many of the mean length one generator can
-    run at once, at most max_concurrent_rollouts. `sequences_longest`: how many of the greatest length."""
-
-    weights: float
-    room: float
-    full_kv: float
-    sequences: int
-    sequences_longest: int
-    step: float
-    share: float
-    overhead: float = GENERATOR_OTHER
+        return sum(asdict(self).values()) - self.host
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the devices. `changes`: keys of `trainer` that it takes besides. `generated`, `trained`: tokens/s that
-    generators and trainer can do; `throughput`: the slower of both limits both, and on one device they take turns."""
+    """A split of the devices. `memory_share`: of a generator's device. `sequences`: sequences of the mean length that
+    one generator can run at once, at most max_concurrent_rollouts; `longest_sequences`: of the greatest length.
+    `generated`, `trained`: tokens/s that generators and trainer can do; `throughput`: the slower of both limits both,
+    and on one device they take turns. `changes`: keys of `trainer` that the plan sets besides."""
 
     generators: int
     tensor_parallel: int
     ranks: int
     zero_stage: int
     gradient_checkpointing: bool
-    generation: GenerationMemory
     training: TrainingMemory
+    generation: Mapping[str, float]
+    memory_share: float
+    sequences: int
+    longest_sequences: int
     generated: float
     trained: float
     throughput: float
@@ -147,11 +126,6 @@ class Plan:
     def generating_devices(self) -> int:
         return self.generators * self.tensor_parallel
 
-    @property
-    def share(self) -> float:
-        """The share of the devices that generate."""
-        return self.generating_devices / (self.generating_devices + self.ranks)
-
     def __str__(self) -> str:
         keys = " ".join(f"trainer.{key}={value}" for key, value in self.changes.items())
         return f"{keys} ({self.generating_devices} + {self.ranks} devices, {self.throughput:,.0f} tokens/s)"
@@ -159,25 +133,17 @@ class Plan:
     @property
     def overrides(self) -> dict[str, str]:
         """The keys of the configuration that this plan sets."""
-        return {
-            "generator.count": f"{self.generators}",
-            "generator.memory_share": f"{self.generation.share:g}",
-            "generator.max_concurrent_rollouts": f"{self.generation.sequences}",
-            **{f"trainer.{key}": f"{value}" for key, value in self.changes.items()},
-            "trainer.ranks": f"{self.ranks}",
-            "trainer.zero_stage": f"{self.zero_stage}",
-            "trainer.gradient_checkpointing": f"{self.gradient_checkpointing}".lower(),
-        }
-
-
-def balanced_share(rates: Rates) -> float:
-    """The share of generating devices at which both pools are equally fast: x g = (1 - x) t, so x = t / (g + t). It is
-    the paper's 0.75 if a device trains three times as many tokens per second as it generates."""
-    return rates.training / (rates.generating + rates.training)
+        trainer = {**self.changes, "ranks": self.ranks, "zero_stage": self.zero_stage}
+        trainer["gradient_checkpointing"] = f"{self.gradient_checkpointing}".lower()
+        generator = {"count": self.generators, "memory_share": self.memory_share}
+        generator["max_concurrent_rollouts"] = self.sequences
+        keys = {"generator": generator, "trainer": trainer}
+        return {f"{part}.{key}": f"{value}" for part, values in keys.items() for key, value in values.items()}
 
 
 def row_tokens(config: Config, ranks: int, longest: int) -> int:
-    """Tokens of the longest row that the ranks of a sequence group compute together. longest: of one sequence."""
+    """Tokens of the longest row that the ranks of a sequence group compute together. longest: of one sequence. A fixed
+    number of micro-batches has no cap: one of them may hold nothing but the longest."""
     trainer = config.trainer
     if not trainer.microbatches:
         return max(trainer.max_tokens_per_microbatch, longest)
@@ -188,8 +154,7 @@ def row_tokens(config: Config, ranks: int, longest: int) -> int:
 def training_memory(
     config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
-    """The memory of one rank. longest: tokens of the longest sequence, its prompt included. A fixed number of
-    micro-batches has no cap: one of them may hold nothing but the longest.
+    """The memory of one rank. longest: tokens of the longest sequence, its prompt included.
 
     * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients
       from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
@@ -209,10 +174,8 @@ def training_memory(
     elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
     writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
     host = HOST_OTHER + 2 * (model.pinned + size * model.merged) / writers + 12 * model.trained / ranks
-    if offload:
-        host += (12 + 4) * model.trained / of_optimizer
-    if trainer.offload == "all":
-        host += size * model.parameters / of_weights
+    host += (12 + 4) * model.trained / of_optimizer * offload
+    host += size * model.parameters / of_weights * (trainer.offload == "all")
     return TrainingMemory(
         weights=size * model.parameters * (2 / model.layers if trainer.offload == "all" else 1 / of_weights),
         gradients=(size if offload else 6 if half and stage < 2 else 4) * model.trained / of_gradients,
@@ -256,144 +219,124 @@ def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: b
     return max(tokens * layers.peak, tokens * layers.saved + max(states + logits * 8, backward))
 
 
-def step_tokens(device_bytes: float) -> int:
-    """The most tokens that vLLM takes in a step on such a device."""
-    return LARGE_STEP if device_bytes >= LARGE_DEVICE else STEP
+@dataclass(frozen=True)
+class Planner:
+    """Finds the fastest split of `devices`, each with `device_bytes` of memory, for a run of `config`."""
 
+    config: Config
+    model: ModelSizes
+    work: Workload
+    devices: int
+    device_bytes: float
 
-def generation_memory(
-    config: Config, model: ModelSizes, lengths: TokenLengths, device_bytes: float, share: float = GENERATOR_SHARE
-) -> GenerationMemory:
-    """The memory of one device of a generator, of which it has a `share`. The KV of a token is divided among at most as
-    many devices as it has heads. A token of a step takes its hidden states, and three times the width of the MLP, which
-    is divided; a sequence that is sampled its logits and log-probs in fp32.
-
-    Raises UserError if the weights, or the KV of one sequence, do not fit."""
-    generator = config.generator
-    n, size = generator.tensor_parallel, BYTES[generator.dtype]
-    weights = size * model.parameters / n
-    tokens = generator.engine_options.get("max_num_batched_tokens") or step_tokens(device_bytes)
-    step = size * tokens * (4 * model.hidden + 3 * model.intermediate / n)
-    step += 12 * model.vocabulary * generator.max_concurrent_rollouts
-    room = share * device_bytes - weights - step - GENERATOR_OTHER
-    of_token = size * model.kv_values / min(n, model.kv_heads)
-    longest = int(room / (of_token * (lengths.prompt + lengths.longest)))
-    if longest < 1:
-        raise UserError(
-            f"A generator of {n} devices with {device_bytes / GIB:g} GiB has no room for the weights "
-            f"({weights / GIB:.1f} GiB on each) and one sequence of {lengths.prompt + lengths.longest} tokens: raise "
-            f"generator.tensor_parallel or lower sampling.max_new_tokens."
+    def plan(self) -> Plan:
+        """The fastest split in which training fits. Raises UserError if training fits in no split. The error names the
+        keys with which training would fit, the least change first."""
+        if found := self.fastest():
+            return found
+        if not (splits := self._splits()):
+            raise UserError(
+                f"{self.devices} devices cannot be split into generators of {self.config.generator.tensor_parallel} "
+                f"devices and trainer ranks in multiples of {self.config.trainer.sequence_parallel} "
+                f"(trainer.sequence_parallel): take another number of devices."
+            )
+        needed = training_memory(self.config, self.model, splits[0][1], 3, True, self.work.sequence).total
+        others = ", ".join(map(str, self.alternatives()))
+        more = (
+            "take more devices, trainer.lora, a lower trainer.max_tokens_per_microbatch, or more trainer.microbatches"
         )
-    full_kv = generator.max_concurrent_rollouts * of_token * (lengths.prompt + lengths.longest)
-    fitting = int(room / (of_token * (lengths.prompt + lengths.mean)))
-    sequences = min(generator.max_concurrent_rollouts, fitting)
-    return GenerationMemory(weights, room, full_kv, sequences, longest, step, share)
-
-
-def plan(
-    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
-) -> Plan:
-    """The split with the highest throughput among those in which training fits.
-
-    Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
-    g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must.
-
-    Raises UserError if nothing fits. It names the keys with which training would fit, the least change first.
-    """
-    if found := _best(config, model, rates, lengths, devices, device_bytes):
-        return found
-    ranks, room = _ranks(config, devices)[0][1], _room(device_bytes, devices == 1)
-    least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
-    others = alternatives(config, model, rates, lengths, devices, device_bytes)
-    smaller = "a lower trainer.max_tokens_per_microbatch, or more trainer.microbatches"
-    advice = (
-        f"it fits with {', or '.join(map(str, others))}" if others else f"take more devices, trainer.lora, {smaller}"
-    )
-    raise UserError(
-        f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its {room / GIB:.1f} at "
-        f"ZeRO 3 with checkpointing: {advice}."
-    )
-
-
-def alternatives(
-    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
-) -> list[Plan]:
-    """The plans with other keys of `trainer` with which training fits, the least change first. More of a key, or one
-    key more, is left out if it gives no more tokens/s."""
-    plans: list[Plan] = []
-    for changes in _tried(config, model, lengths):
-        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
-        if not (_ranks(changed, devices) and (found := _best(changed, model, rates, lengths, devices, device_bytes))):
-            continue
-        if not any(changes.keys() & other.changes.keys() and found.throughput <= other.throughput for other in plans):
-            plans.append(replace(found, changes={key: value for key, value in changes.items() if key != "zero_stage"}))
-    return plans
-
-
-def _tried(config: Config, model: ModelSizes, lengths: TokenLengths) -> Iterator[dict[str, Any]]:
-    """Changes to the trainer's settings that take memory from a device, each alone, and then two together."""
-    trainer, longest = config.trainer, lengths.prompt + lengths.longest
-    if not trainer.microbatches and longest < trainer.max_tokens_per_microbatch:
-        yield {"max_tokens_per_microbatch": longest}
-    optimizer: dict[str, Any] = {"offload": "optimizer"} if trainer.offload == "none" else {}
-    if optimizer:
-        yield optimizer
-    several = [n for n in TOGETHER if n > trainer.sequence_parallel and model.heads and not model.heads % n]
-    together = [{"sequence_parallel": n} for n in several if not (model.kv_heads % n and n % model.kv_heads)]
-    yield from together
-    if optimizer:
-        yield from (optimizer | both for both in together)
-    if trainer.offload != "all":
-        yield {"offload": "all", "zero_stage": 3}
-
-
-def _ranks(config: Config, devices: int) -> list[tuple[int, int]]:
-    """The splits: numbers of generators and of ranks, which are whole groups that compute rows together."""
-    n, together = config.generator.tensor_parallel, config.trainer.sequence_parallel
-    pairs = (
-        [(1, 1)] if devices == n == 1 else [(count, devices - n * count) for count in range(1, (devices - 1) // n + 1)]
-    )
-    return [(count, ranks) for count, ranks in pairs if not ranks % together]
-
-
-def _room(device_bytes: float, alone: bool) -> float:
-    """Bytes of a device for training. alone: the device has a generator, too."""
-    return (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes
-
-
-def _best(
-    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
-) -> Plan | None:
-    """The fastest split in which training fits; None if it fits in none. Raises UserError if there is no split."""
-    n = config.generator.tensor_parallel
-    alone = devices == n == 1
-    if devices < n + 1 and not alone:
-        raise UserError(f"{devices} devices are too few: a generator needs {n}, and the trainer at least one more.")
-    generation = generation_memory(config, model, lengths, device_bytes, SHARED if alone else GENERATOR_SHARE)
-    if not (splits := _ranks(config, devices)):
         raise UserError(
-            f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
-            f"multiple of trainer.sequence_parallel={config.trainer.sequence_parallel}: take another number of devices."
+            f"Training does not fit: on {splits[0][1]} devices each needs {needed / GIB:.1f} GiB of its "
+            f"{self._room / GIB:.1f} at ZeRO 3 with checkpointing: {f'it fits with {others}' if others else more}."
         )
-    plans = []
-    for count, ranks in splits:
-        if fit := _fitting(config, model, ranks, lengths, _room(device_bytes, alone)):
-            generated, trained = count * n * rates.generating, ranks * rates.training
-            throughput = generated * trained / (generated + trained) if alone else min(generated, trained)
-            plans.append(Plan(count, n, ranks, *fit[:2], generation, fit[2], generated, trained, throughput))
-    return max(plans, key=lambda split: split.throughput, default=None)
 
+    def fastest(self) -> Plan | None:
+        """The split with the highest throughput among those in which training fits; None if it fits in none.
 
-def _fitting(
-    config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, room: float
-) -> tuple[int, bool, TrainingMemory] | None:
-    """ZeRO stage, checkpointing and memory of the cheapest training that fits into `room` bytes on each of so many
-    ranks; None if none fits."""
-    first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
-    stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
-    for checkpointing in sorted({config.trainer.gradient_checkpointing is True, True}):
-        for stage in stages:
-            memory = training_memory(config, model, ranks, stage, checkpointing, lengths.prompt + lengths.longest)
-            if memory.total <= room:
-                return stage, checkpointing, memory
-    return None
+        Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and
+        is g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must."""
+        n, share = self.config.generator.tensor_parallel, SHARED if self._alone else GENERATOR_SHARE
+        generation, most = self.generation_memory(share), self.config.generator.max_concurrent_rollouts
+        *_, room, of_sequence = generation.values()
+        of_mean = of_sequence * (self.work.prompt + self.work.mean) / self.work.sequence
+        sequences = min(most, int(room / of_mean)), int(room / of_sequence)
+        plans = []
+        for count, ranks in self._splits():
+            for way in islice(self._ways(ranks), 1):
+                g, t = count * n * self.work.generation_rate, ranks * self.work.training_rate
+                throughput = g * t / (g + t) if self._alone else min(g, t)
+                plans.append(Plan(count, n, ranks, *way, generation, share, *sequences, g, t, throughput))
+        return max(plans, key=lambda split: split.throughput, default=None)
+
+    def alternatives(self) -> list[Plan]:
+        """The plans with other keys of `trainer` with which training fits, the least change first. More of a key, or
+        one key more, is left out if it gives no more tokens/s."""
+        plans: list[Plan] = []
+        for changes in self._changes():
+            trainer = self.config.trainer.model_copy(update=changes)
+            found = replace(self, config=self.config.model_copy(update={"trainer": trainer})).fastest()
+            if found and not any(changes.keys() & p.changes.keys() and found.throughput <= p.throughput for p in plans):
+                plans.append(replace(found, changes={k: v for k, v in changes.items() if k != "zero_stage"}))
+        return plans
+
+    def generation_memory(self, share: float = GENERATOR_SHARE) -> dict[str, float]:
+        """Bytes of one device of a generator, of which it has a `share`. The KV of a token is divided among at most as
+        many devices as it has heads. A token of a step takes its hidden states, and three times the width of the MLP,
+        which is divided; a sequence that is sampled its logits and log-probs in fp32.
+
+        Raises UserError if the weights, or the KV of one sequence, do not fit."""
+        generator, model, longest = self.config.generator, self.model, self.work.sequence
+        n, size = generator.tensor_parallel, BYTES[generator.dtype]
+        weights = size * model.parameters / n
+        usual = LARGE_STEP if self.device_bytes >= LARGE_DEVICE else STEP
+        tokens = generator.engine_options.get("max_num_batched_tokens") or usual
+        step = size * tokens * (4 * model.hidden + 3 * model.intermediate / n)
+        step += 12 * model.vocabulary * generator.max_concurrent_rollouts
+        room = share * self.device_bytes - weights - step - GENERATOR_OTHER
+        of_sequence = size * 2 * model.layers * model.kv_heads * model.head_size / min(n, model.kv_heads) * longest
+        if room < of_sequence:
+            raise UserError(
+                f"A generator of {n} devices with {self.device_bytes / GIB:g} GiB has no room for the weights "
+                f"({weights / GIB:.1f} GiB on each) and one sequence of {longest} tokens: raise "
+                f"generator.tensor_parallel or lower sampling.max_new_tokens."
+            )
+        parts = {"weights": weights, "step": step, "overhead": GENERATOR_OTHER, "room for the KV cache": room}
+        return parts | {"KV cache of a sequence of full length": of_sequence}
+
+    @property
+    def _alone(self) -> bool:
+        """Whether one device has both a generator and the trainer."""
+        return self.devices == self.config.generator.tensor_parallel == 1
+
+    @property
+    def _room(self) -> float:
+        """Bytes of a device for training."""
+        return (TRAINER_SHARE - (SHARED if self._alone else 0)) * self.device_bytes
+
+    def _changes(self) -> Iterator[dict[str, Any]]:
+        """Changes to the trainer's settings that take memory from a device, each alone, and then two together."""
+        trainer, model = self.config.trainer, self.model
+        if not trainer.microbatches and self.work.sequence < trainer.max_tokens_per_microbatch:
+            yield {"max_tokens_per_microbatch": self.work.sequence}
+        optimizer: list[dict[str, Any]] = [{"offload": "optimizer"}] if trainer.offload == "none" else []
+        several = [n for n in TOGETHER if n > trainer.sequence_parallel and model.heads and not model.heads % n]
+        together = [{"sequence_parallel": n} for n in several if not (model.kv_heads % n and n % model.kv_heads)]
+        yield from (*optimizer, *together, *(one | other for one in optimizer for other in together))
+        if trainer.offload != "all":
+            yield {"offload": "all", "zero_stage": 3}
+
+    def _splits(self) -> list[tuple[int, int]]:
+        """Numbers of generators and of ranks. Ranks are whole groups that compute rows together."""
+        n, together = self.config.generator.tensor_parallel, self.config.trainer.sequence_parallel
+        pairs = [(count, self.devices - n * count) for count in range(1, (self.devices - 1) // n + 1)]
+        return [(count, ranks) for count, ranks in ([(1, 1)] if self._alone else pairs) if not ranks % together]
+
+    def _ways(self, ranks: int) -> Iterator[tuple[int, bool, TrainingMemory]]:
+        """ZeRO stage, checkpointing and memory of the ways to train that fit on so many ranks, the cheapest first."""
+        trainer = self.config.trainer
+        first = 1 if trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
+        stages = range(max(first, trainer.zero_stage), 4) if ranks > 1 else [first]
+        for checkpointing, stage in product(sorted({trainer.gradient_checkpointing is True, True}), stages):
+            memory = training_memory(self.config, self.model, ranks, stage, checkpointing, self.work.sequence)
+            if memory.total <= self._room:
+                yield stage, checkpointing, memory

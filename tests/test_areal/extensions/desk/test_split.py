@@ -25,12 +25,8 @@ from areal.extensions.desk.split import (
     HOST_OTHER,
     ModelSizes,
     Plan,
-    Rates,
-    TokenLengths,
-    alternatives,
-    balanced_share,
-    generation_memory,
-    plan,
+    Planner,
+    Workload,
     training_memory,
 )
 from areal.storage.records import line_of
@@ -41,9 +37,9 @@ SMALL_ACTIVATIONS = Activations(3_139_628, 3_181_352), Activations(95_760, 249_1
 SMALL = ModelSizes(1_777_088_000, 1_777_088_000, 28, 1536, 151_936, 2, 128, *SMALL_ACTIVATIONS)
 LARGE_ACTIVATIONS = Activations(6_885_164, 7_048_488), Activations(222_736, 630_916)
 LARGE = ModelSizes(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128, *LARGE_ACTIVATIONS)
-PAPER_LENGTHS = TokenLengths(prompt=1024, mean=9300, longest=27 * 1024)
+PAPER_LENGTHS = {"prompt": 1024, "mean": 9300, "longest": 27 * 1024}
 # 371.7 k tokens/s on 128 devices of which 96 generate: the paper's throughput, if neither pool ever waited.
-PAPER_RATES = Rates(generating=371_700 / 96, training=371_700 / 32)
+PAPER = Workload(generation_rate=371_700 / 96, training_rate=371_700 / 32, **PAPER_LENGTHS)
 
 
 MEASURED: dict[str, Activations] = {}
@@ -80,30 +76,28 @@ def config(**changes) -> Config:
 
 
 def paper(**changes) -> Plan:
-    return plan(config(**changes), SMALL, PAPER_RATES, PAPER_LENGTHS, 128, 80 * GIB)
+    return Planner(config(**changes), SMALL, PAPER, 128, 80 * GIB).plan()
 
 
 def test_the_papers_setting_gives_the_papers_split():
     split = paper()
-    assert balanced_share(PAPER_RATES) == pytest.approx(0.75)
-    assert (split.generating_devices, split.ranks, split.share) == (96, 32, 0.75)
+    assert (split.generating_devices, split.ranks) == (96, 32)
     assert split.throughput == pytest.approx(371_700)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
-@pytest.mark.parametrize("rates", [Rates(100, 1000), Rates(1000, 100), Rates(300, 310)])
+@pytest.mark.parametrize("rates", [(100, 1000), (1000, 100), (300, 310)])
 def test_no_other_split_is_faster(tensor_parallel, rates):
     devices = 16
     settings = config(generator={"tensor_parallel": tensor_parallel})
-    split = plan(settings, SMALL, rates, PAPER_LENGTHS, devices, 80 * GIB)
+    split = Planner(settings, SMALL, Workload(*rates, **PAPER_LENGTHS), devices, 80 * GIB).plan()
     assert split.generating_devices + split.ranks == devices
     for generating in range(tensor_parallel, devices, tensor_parallel):
-        assert min(generating * rates.generating, (devices - generating) * rates.training) <= split.throughput
+        assert min(generating * rates[0], (devices - generating) * rates[1]) <= split.throughput
 
 
 def test_a_split_whose_training_does_not_fit_is_not_taken():
-    fast_trainer = Rates(generating=100, training=10_000)
-    split = plan(config(), LARGE, fast_trainer, TokenLengths(1024, 2000, 8192), 8, 80 * GIB)
+    split = Planner(config(), LARGE, Workload(100, 10_000, 1024, 2000, 8192), 8, 80 * GIB).plan()
     assert split.ranks > 1  # one alone has no room for 18 bytes a parameter
     assert split.training.total <= 0.9 * 80 * GIB
 
@@ -124,9 +118,9 @@ def test_zero_divides_what_its_stage_says_by_the_ranks():
 def test_the_cheapest_stage_that_fits_is_taken_and_checkpointing_only_if_need_be():
     assert (paper().zero_stage, paper().gradient_checkpointing) == (1, True)  # 28k tokens alone would take 91 GB
     assert paper(trainer={"zero_stage": 3}).zero_stage == 3  # what the configuration wants is kept
-    tight = plan(config(), LARGE, PAPER_RATES, PAPER_LENGTHS, 128, 80 * GIB)
+    tight = Planner(config(), LARGE, PAPER, 128, 80 * GIB).plan()
     assert (tight.zero_stage, tight.gradient_checkpointing) == (2, True)
-    roomy = plan(config(), LARGE, PAPER_RATES, PAPER_LENGTHS, 128, 400 * GIB)
+    roomy = Planner(config(), LARGE, PAPER, 128, 400 * GIB).plan()
     assert (roomy.zero_stage, roomy.gradient_checkpointing) == (1, False)
 
 
@@ -136,8 +130,8 @@ def test_ranks_that_compute_rows_together_share_the_tokens_and_are_whole_groups(
     )
     assert together == alone / 4
     assert paper(trainer={"sequence_parallel": 24}).ranks % 24 == 0
-    with pytest.raises(UserError, match=r"2 devices cannot be split .* trainer.sequence_parallel=2"):
-        plan(config(trainer={"sequence_parallel": 2}), LARGE, PAPER_RATES, PAPER_LENGTHS, 2, 80 * GIB)
+    with pytest.raises(UserError, match=r"2 devices cannot be split .* in multiples of 2 .trainer.sequence_parallel."):
+        Planner(config(trainer={"sequence_parallel": 2}), LARGE, PAPER, 2, 80 * GIB).plan()
 
 
 def test_adapters_need_neither_gradients_nor_moments_of_the_model():
@@ -179,33 +173,34 @@ def test_one_of_a_fixed_number_of_microbatches_may_hold_nothing_but_the_longest(
 
 def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
     settings = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
-    memory = generation_memory(settings, LARGE, TokenLengths(1024, 5000, 15 * 1024), 80 * GIB)
-    assert memory.full_kv == 10 * 16384 * 57_344 / 2
-    assert memory.weights == LARGE.parameters
-    assert memory.weights + memory.room + memory.step + memory.overhead == pytest.approx(0.9 * 80 * GIB)
-    assert memory.sequences == 10
-    assert memory.sequences_longest == int(memory.room / (16384 * 57_344 / 2))
+    split = Planner(settings, LARGE, Workload(1, 1, 1024, 5000, 15 * 1024), 8, 80 * GIB).plan()
+    weights, step, overhead, room, of_sequence = split.generation.values()
+    assert of_sequence == 16384 * 57_344 / 2
+    assert weights == LARGE.parameters
+    assert weights + step + overhead + room == pytest.approx(0.9 * 80 * GIB)
+    assert split.sequences == 10
+    assert split.longest_sequences == int(room / of_sequence)
 
 
 def test_a_token_is_on_every_device_where_there_are_fewer_heads_than_devices():
     def wanted(tensor_parallel: int) -> float:
         generator = {"tensor_parallel": tensor_parallel}
-        return generation_memory(config(generator=generator), LARGE, TokenLengths(1, 1, 1), 80 * GIB).full_kv
+        planner = Planner(config(generator=generator), LARGE, Workload(1, 1, 1, 1, 1), 16, 80 * GIB)
+        return planner.generation_memory()["KV cache of a sequence of full length"]
 
     assert wanted(8) == wanted(4) == wanted(1) / 4
 
 
 def test_two_devices_are_enough_and_one_is_shared_if_the_engine_needs_no_more():
-    split = plan(config(), SMALL, Rates(1, 100), PAPER_LENGTHS, 2, 141 * GIB)
+    split = Planner(config(), SMALL, Workload(1, 100, **PAPER_LENGTHS), 2, 141 * GIB).plan()
     assert (split.generators, split.ranks) == (1, 1)
-    shared = plan(config(), SMALL, Rates(200, 300), TokenLengths(512, 500, 1024), 1, 80 * GIB)
+    shared = Planner(config(), SMALL, Workload(200, 300, 512, 500, 1024), 1, 80 * GIB).plan()
     assert (shared.generators, shared.ranks, shared.throughput) == (1, 1, pytest.approx(120))
     assert shared.overrides["generator.memory_share"] == "0.3"
-    generator = shared.generation
-    assert generator.weights + generator.room + generator.step + generator.overhead == pytest.approx(0.3 * 80 * GIB)
+    assert sum([*shared.generation.values()][:-1]) == pytest.approx(0.3 * 80 * GIB)
     assert shared.training.total <= 0.6 * 80 * GIB
-    with pytest.raises(UserError, match="1 devices are too few"):
-        plan(config(generator={"tensor_parallel": 2}), SMALL, Rates(1, 1), PAPER_LENGTHS, 1, 80 * GIB)
+    with pytest.raises(UserError, match="1 devices cannot be split into generators of 2 devices"):
+        Planner(config(generator={"tensor_parallel": 2}), SMALL, PAPER, 1, 80 * GIB).plan()
 
 
 def test_a_bucket_is_as_large_as_a_layers_largest_weight_and_at_most_as_deepspeeds_own():
@@ -305,12 +300,12 @@ a completion and of a micro-batch, and the stage of ZeRO at which training fits 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_plan_of_what_others_run(name):
     model, training, generating, engine, memory, prompt, longest, tokens, changes, stage = PUBLISHED[name]
-    lengths, rates = TokenLengths(prompt, longest / 4, longest), Rates(1 / generating, 1 / training)
+    work = Workload(1 / generating, 1 / training, prompt, longest / 4, longest)
 
     def planned(**trainer) -> Plan:
         trainer |= {"max_tokens_per_microbatch": tokens, **changes}
         settings = config(trainer=trainer, generator={"tensor_parallel": engine}, sampling={"max_new_tokens": longest})
-        return plan(settings, model, rates, lengths, training + generating, memory * GIB)
+        return Planner(settings, model, work, training + generating, memory * GIB).plan()
 
     if stage is None:
         with pytest.raises(UserError, match="Training does not fit"):
@@ -353,7 +348,7 @@ def test_a_step_of_an_engine_has_the_tokens_that_vllm_takes_for_throughput():
 
     def step(device: int, **generator) -> float:
         settings = config(generator={"max_concurrent_rollouts": 10} | generator)
-        return generation_memory(settings, model, TokenLengths(1, 1, 1), device * GIB).step
+        return Planner(settings, model, Workload(1, 1, 1, 1, 1), 16, device * GIB).generation_memory()["step"]
 
     logits = 10 * 3 * 4 * model.vocabulary
     assert step(80) == 2 * 16_384 * (4 * 3584 + 3 * 18_944) + logits
@@ -373,30 +368,29 @@ QWEN_32B = ModelSizes(
 
 def test_where_training_fits_beside_few_generators_alone_the_keys_with_a_faster_split_are_named():
     settings = config(generator={"tensor_parallel": 4}, sampling={"max_new_tokens": 8192})
-    asked = settings, QWEN_32B, Rates(100, 100), TokenLengths(1024, 4000, 8192), 16, 80 * GIB
-    alone, others = plan(*asked), alternatives(*asked)
+    asked = Planner(settings, QWEN_32B, Workload(100, 100, 1024, 4000, 8192), 16, 80 * GIB)
+    alone, others = asked.plan(), asked.alternatives()
     assert (alone.generating_devices, alone.ranks) == (4, 12)
     fastest = next(other for other in others if other.throughput == 2 * alone.throughput)
     assert fastest.changes == {"offload": "optimizer"}
     assert (fastest.generating_devices, fastest.ranks) == (8, 8)
     assert fastest.overrides["trainer.offload"] == "optimizer"
     assert not any("sequence_parallel" in other.changes and "offload" in other.changes for other in others)
-    note = command.notes(alone, [fastest], None)[-1]
-    assert note.startswith("At these rates faster: trainer.offload=optimizer (8 + 8 devices, 800 tokens/s).")
+    assert str(fastest) == "trainer.offload=optimizer (8 + 8 devices, 800 tokens/s)"
 
 
 def test_where_training_does_not_fit_the_least_change_with_which_it_does_is_named_first():
     settings = config(generator={"tensor_parallel": 4}, sampling={"max_new_tokens": 8192})
-    asked = settings, replace(QWEN_30B, heads=32), Rates(100, 100), TokenLengths(1024, 4000, 8192), 8, 80 * GIB
+    asked = Planner(settings, replace(QWEN_30B, heads=32), Workload(100, 100, 1024, 4000, 8192), 8, 80 * GIB)
     with pytest.raises(UserError) as refused:
-        plan(*asked)
+        asked.plan()
     assert re.search(r"it fits with trainer\.offload=optimizer \(4 \+ 4 devices, 400 tokens/s\)\.$", str(refused.value))
 
 
 def test_only_keys_that_change_something_and_divide_the_heads_are_tried():
     settings = config(trainer={"offload": "optimizer", "sequence_parallel": 2, "max_tokens_per_microbatch": 10_000})
     model = replace(SMALL, heads=12)
-    tried = alternatives(settings, model, PAPER_RATES, TokenLengths(512, 500, 1024), 16, 80 * GIB)
+    tried = Planner(settings, model, replace(PAPER, prompt=512, mean=500, longest=1024), 16, 80 * GIB).alternatives()
     keys = [other.changes for other in tried]
     assert keys == [{"max_tokens_per_microbatch": 1536}, {"sequence_parallel": 4}, {"offload": "all"}]
     assert {other.zero_stage for other in tried if other.changes == {"offload": "all"}} == {3}
@@ -411,7 +405,7 @@ def test_only_keys_that_change_something_and_divide_the_heads_are_tried():
 )
 def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
     with pytest.raises(UserError, match=sentence):
-        plan(config(), LARGE, Rates(1, 1), TokenLengths(512, 500, 1024), 2, memory * GIB)
+        Planner(config(), LARGE, Workload(1, 1, 512, 500, 1024), 2, memory * GIB).plan()
 
 
 # --- the tool
@@ -447,22 +441,19 @@ SIZES = ["--devices", "16", "--device-memory", "80"]
 def test_the_tool_prints_changes_that_the_configuration_takes(file, capsys):
     assert main(["plan", "--config", str(file), *SIZES, *RATES]) == 0
     output = capsys.readouterr().out
-    assert "12 (75%; ideal 75%)" in output
+    assert "12 (75%)" in output
     overrides = output.splitlines()[-1].split()
     planned = load_config(file, overrides)
     assert (planned.generator.count, planned.trainer.ranks) == (12, 4)
 
 
-def test_scorers_have_devices_beside_the_split_and_have_to_fit_them(file, capsys):
+def test_scorers_have_devices_beside_the_split(file, capsys):
     model = load_config(file).model
     scorers = [f"scorers.wise={{model: {model}, count: 2, tensor_parallel: 2}}", "trainer.teacher=wise"]
     assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers]) == 0
     output = capsys.readouterr().out
     assert "The scorers (wise, wise) have 4 more devices of the 16." in output
     assert load_config(file, output.splitlines()[-1].split()).generator.count == 9  # three quarters of 12
-    step = ["scorers.wise.engine_options={max_num_batched_tokens: 100000000}"]
-    assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers, *step]) == 2
-    assert "The scorer wise has no room for the weights (0.0 GiB on each device) and the" in capsys.readouterr().err
 
 
 def test_a_model_is_counted_from_its_config_json(file, monkeypatch):
@@ -515,7 +506,6 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
     assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80"]) == 0
     output = capsys.readouterr().out
     assert "1,000" in output  # tokens/s of one generating device, and of one rank
-    assert "may be faster than measured" in " ".join(output.split())
     assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80", "--training-rate", "77"]) == 0
     assert "77" in capsys.readouterr().out
 
