@@ -152,6 +152,21 @@ def test_a_benchmark_runs_and_writes_its_results(name, keys, tmp_path, request):
     CHECKS.get(name, lambda results: None)(results)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_survives_the_first_faults_of_the_soak(tmp_path):
+    typed(
+        "tests/benchmarks/soak.py", [], tmp_path
+    )  # with the quickstart's model: `tiny_model` earns no reward to train on
+    assert not json.loads((tmp_path / "soak" / "results.json").read_text())["violations"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_door_stands_the_first_malformed_frames(tmp_path):
+    typed("tests/fuzz.py", [], tmp_path)
+
+
 def check_bus(results: dict[str, Any]) -> None:
     assert {"ours", "pyzmq asyncio"} <= results["rows"][0]["rates"].keys()
 

@@ -1,6 +1,6 @@
 """Shows one episode of a workflow as a tree: what the policy was told, what it sampled, how that was read, rewards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,9 +21,6 @@ LONGEST, QUOTED = 2000, 60
 BEYOND = 16
 # Some of these are in the calls of most models, and rarely in other text.
 _OF_CALLS = ("tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>", '"arguments"')
-
-PARTS = ("start", "episode", "sampling", "scoring")
-"""What takes time. The last two are parts of the episode."""
 
 Decode = Callable[[np.ndarray], str]
 """The text of tokens, special ones included."""
@@ -53,14 +50,13 @@ class CompletionScore:
 @dataclass(frozen=True, slots=True)
 class Episode:
     """title: what was done. sample: None if nothing was sampled. turns: in the order in which `sample` has their
-    tokens. reward: of the sample, None if it failed. seconds: by `PARTS`. warnings: what else may be wrong."""
+    tokens. reward: of the sample, None if it failed. warnings: what else may be wrong."""
 
     title: str
     sample: Trajectory | None
     turns: Sequence[Turn]
     reward: float | None
     scores: Sequence[CompletionScore]
-    seconds: Mapping[str, float]
     warnings: Sequence[str]
 
 
@@ -155,8 +151,7 @@ def _result(episode: Episode) -> list[str]:
             f"calls {len(episode.turns)}, branches {len(episode.sample.branches) or 1}, tokens {len(episode.sample)}, "
             f"of which {sampled} sampled"
         )
-    took = [f"{part} {episode.seconds.get(part, 0.0):.1f} s" for part in PARTS]
-    return [*lines, f"{took[0]}, {took[1]}, of which {' and '.join(took[2:])}"]
+    return lines
 
 
 def _tokens(count: int) -> str:

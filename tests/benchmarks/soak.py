@@ -1,6 +1,6 @@
 """A long run of a tiny model with a fault every two minutes: is anything lost, does anything grow, what does it cost?
 
-    python tests/benchmarks/soak.py --hours 2 --folder soak --figure soak.svg
+    python tests/benchmarks/soak.py --hours 2 --figure soak.svg
 
 A run of `run.py` on the quickstart's task, with very short sums so that steps are quick, and two ranks of the trainer.
 It evaluates and saves often, and its reward fails for one call in fifty. The faults are drawn from a seed
@@ -213,9 +213,8 @@ def leftovers(folder: Path) -> list[str]:
     """What a run that has ended should not have left in its folder, in words."""
     hidden = [path for path in folder.rglob("*") if path.name.startswith(".") or path.suffix == ".tmp"]
     stored = {"weights": WEIGHTS_KEPT, "checkpoints": CHECKPOINTS_KEPT}
-    for part, count in stored.items():
-        folders = sorted((folder / part).iterdir(), key=lambda path: path.stat().st_mtime)
-        hidden += folders[:-count]
+    for part, count in stored.items():  # a run that ended before its first step has neither
+        hidden += sorted((folder / part).glob("*"), key=lambda path: path.stat().st_mtime)[:-count]
     return [f"{path.relative_to(folder)} was left behind in the run folder" for path in hidden]
 
 
@@ -343,7 +342,8 @@ def delays(run: Path) -> dict[str, dict[str, float]]:
             event = json.loads(line)
             if "loop_delay" in event.get("stats", {}):
                 results[event["actor"].split("/")[0]].append(event["stats"]["loop_delay"])
-    cuts = {role: quantiles(values, n=1000, method="inclusive") for role, values in results.items()}
+    several = {role: values for role, values in results.items() if len(values) > 1}
+    cuts = {role: quantiles(values, n=1000, method="inclusive") for role, values in several.items()}
     return {role: {"p50": item[499], "p99": item[989], "p99.9": item[998]} for role, item in cuts.items()}
 
 

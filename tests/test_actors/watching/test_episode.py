@@ -43,7 +43,7 @@ def printed(
         Turn(n + 1, forest.calls[n], reads[n] if reads else None, tools, forest.rewards.get(n)) for n in forest.places()
     ]
     trajectory = forest.trajectory(0.0, credit, 1.0)
-    episode = Episode("mine", trajectory, turns, trajectory.reward, scores, {"start": 9.0, "episode": 1.0}, warnings)
+    episode = Episode("mine", trajectory, turns, trajectory.reward, scores, warnings)
     show(episode, decode, "hermes", Console(file=(out := io.StringIO()), width=200))
     return out.getvalue()
 
@@ -65,7 +65,6 @@ def test_a_conversation_is_shown_turn_by_turn_with_versions_and_parsed_calls():
         "call 2: 2 tokens of version 0, finish stop",
         "4.",
         "calls 2, branches 1, tokens 19, of which 8 sampled",
-        "start 9.0 s, episode 1.0 s",
     ]
     places = [out.index(text) for text in expected]
     assert places == sorted(places) and "!" not in out
