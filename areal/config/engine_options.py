@@ -1,8 +1,9 @@
 """Options for vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`, vLLM's parsers.
 
-An option that this system sets itself is refused with what to do instead, an unknown one with the name that is closest.
-The names that a library knows are read from its source, since importing it would take seconds, and would import torch.
-On a machine without the library they are not checked; the actor that has the library checks them again.
+An option that would train wrongly is refused with the reason, an unknown one with the name that is closest. The names
+that a library knows are read from its source, since importing it would take seconds, and would import torch. On a
+machine without the library they are not checked; the actor that has the library checks them again. Options that this
+system sets itself are refused where it sets them (`refuse_twice`).
 """
 
 import ast
@@ -14,17 +15,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from areal.base.errors import UserError
 
-
-def _by_name(instead: Mapping[str, str]) -> dict[str, str]:
-    """What to do instead, by the names of the options."""
-    return {name: reason for reason, names in instead.items() for name in names.split()}
-
-
-_VLLM, _DEEPSPEED, _ZERO = map(
-    _by_name, yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_text()).values()
-)
+# Options of vLLM under which a run would train on wrong tokens, log-probs or weights, by why.
+_WRONG = {
+    "it changes what tokens are drawn from, and the trainer would not know": (
+        "logits_processors", "watermark_config", "generation_config", "override_generation_config",
+    ),
+    "generators and trainer have to compute the same model: change its config.json": (
+        "hf_overrides", "hf_config_path", "model_class_overrides", "model_weights", "load_format",
+    ),
+    "new weights are loaded by code of this system, inside this part": (
+        "worker_cls", "scheduler_cls", "enable_eplb", "eplb_config", "enable_elastic_ep",
+    ),
+    "a KV cache outside of the engine would be that of old weights": (
+        "kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config",
+    ),
+    "sequences are routed by the engine's statistics": ("disable_log_stats",),
+    "devices are counted by generator.tensor_parallel": ("pipeline_parallel_size", "nnodes"),
+}  # fmt: skip
+_VLLM = {name: reason for reason, names in _WRONG.items() for name in names}
+# Options of DeepSpeed's `zero_optimization`. At its top, only the options in `_PASSED` are taken.
+_ZERO = {name: "set trainer.offload" for name in ("cpu_offload", "cpu_offload_param", "zenflow")}
+_ZERO |= {"stage": "set trainer.zero_stage", "leaf_module": "the experts of a layer are one module"}
 # Options of vLLM that multiply the number of devices.
 _SIZES = ("data_parallel_size", "prefill_context_parallel_size")
 # Other keys at the top of DeepSpeed's configuration, which has no schema.
@@ -40,6 +53,12 @@ _PARSERS = {
     "tool_call_parser": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
 }
+
+
+def refuse_twice(place: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises UserError if one of the options at `place` is an argument that this system sets itself."""
+    if twice := next((name for name in options if name in own), None):
+        raise UserError(f"{place}.{twice} cannot be set: a key does that (`areal config generator` lists them).")
 
 
 def vllm_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +94,7 @@ def devices_of(options: Mapping[str, Any]) -> int:
 def deepspeed_conflicts(options: Mapping[str, Any], offload: str) -> Iterator[str]:
     """Why some options cannot be passed on to DeepSpeed. offload: `trainer.offload`."""
     place = "trainer.deepspeed_options"
-    yield from _conflicts(options, place, _DEEPSPEED, _PASSED)
+    yield from _conflicts(options, place, {}, _PASSED)
     zero = options.get("zero_optimization", {})
     if not isinstance(zero, dict):
         yield f"{place}.zero_optimization is {zero!r:.80}: write keys and values"
@@ -97,8 +116,8 @@ def _conflicts(
         if name in reserved:
             yield f"{place}.{name} cannot be set: {reserved[name]}"
         if names and name not in names:
-            close = difflib.get_close_matches(str(name), [*names, *reserved], 1, 0.0)[0]
-            yield f"Unknown option {name!r} in {place}: the closest one that is known is {close!r}"
+            close = difflib.get_close_matches(str(name), names, 1, 0.0)[0]
+            yield f"{place} does not take {name!r}: the closest option that it takes is {close!r}"
 
 
 @cache

@@ -31,6 +31,7 @@ import setproctitle
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import importing
+from areal.config.engine_options import refuse_twice
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
@@ -801,23 +802,23 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
         "gpu_memory_utilization": config.memory_share or share,
         "enable_sleep_mode": use.sleeps,
         "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
         "stream_interval": config.stream_interval,
         "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
-        "use_tqdm_on_load": False,
         "weight_transfer_config": {"backend": use.transfer} if use.transfer else None,
         "enable_return_routed_experts": use.routes and not on_cpu,  # vLLM's runner for CPUs does not have it
     }
     if use.lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
+    if config.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    refuse_twice("generator.engine_options", arguments, options)
+    arguments |= {"enable_prefix_caching": True, "use_tqdm_on_load": False}
     if packages_of_vision(model):
         # vLLM would bring the pixels to the model's range in the engine, by preprocessor_config.json alone: where it
         # does not say how, as transformers' defaults need not, the tower would get bytes. The files have no video.
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
-    if config.kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if on_cpu:
         arguments |= cpu.engine_arguments(config)
     return AsyncEngineArgs(**arguments | options)

@@ -863,6 +863,9 @@ async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
     results = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
     assert (results.kv_cache_dtype, results.enable_prefix_caching, results.tensor_parallel_size) == ("fp8", False, 2)
     assert results.distributed_executor_backend.endswith("ManyProcessExecutor")
+    for name in ("dtype", "model", "tensor_parallel_size", "stream_interval", "logprobs_mode"):
+        with pytest.raises(UserError, match=rf"engine_options.{name} cannot be set: a key does that"):
+            arguments(engine_options={name: None})
     alone = arguments(engine_options={"data_parallel_size": 2})
     assert alone.distributed_executor_backend.endswith("OneProcessExecutor")
     assert (alone.gpu_memory_utilization, alone.kv_cache_memory_bytes, alone.seed) == (0.9, None, 7)
