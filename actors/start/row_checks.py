@@ -19,6 +19,7 @@ from areal.rewards.first_call import check_own_rewards
 from areal.rewards.functions import hook
 from areal.samples.pictures import find
 from areal.samples.tokenizer import missing_character
+from areal.workflows import builtin as workflows
 from areal.workflows.conversation import begin
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
@@ -41,6 +42,8 @@ def check_rows(config: Config, source: PromptSource) -> None:
     for name in () if config.rollout_manager.gives_rewards else config.rewards:
         if examine := hook(name, "examine"):
             examine(config, partial(_rows, config, source))
+    manager = config.rollout_manager
+    workflows.examine(manager.workflow, manager.workflow_options, islice(_rows(config, source), FEW_ROWS))
 
 
 def check_prompts(

@@ -9,7 +9,7 @@ decoded only for rewards, tools and environments. See docs/workflows.md.
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -33,8 +33,9 @@ FEEDBACK = "That is not correct. Try again."
 
 def with_hooks(**hooks: Callable[..., Any]) -> Callable[[W], W]:
     """Give a workflow hooks. `check(options)` raises UserError for options that do not fit. `rehearse(options,
-    sandbox)` raises UserError before the run if what the samples will do fails. `texts(options)` returns the texts that
-    the workflow itself gives to the policy, for any row."""
+    sandbox)` raises UserError before the run if what the samples will do fails. `examine(options, rows)` looks at some
+    rows before the run, prints notes and raises UserError. `texts(options)` returns the texts that the workflow itself
+    gives to the policy, for any row."""
 
     def hooked(workflow: W) -> W:
         vars(workflow).update(hooks)
@@ -114,6 +115,12 @@ def rehearse(name: str, options: Mapping[str, Any], sandbox: SandboxConfig) -> N
     MCP servers. Raises UserError."""
     if rehearsal := _hook(name, "rehearse"):
         rehearsal(options, sandbox)
+
+
+def examine(name: str, options: Mapping[str, Any], rows: Iterator[Row]) -> None:
+    """Have a workflow of the table look at some rows. It prints notes. Raises UserError."""
+    if examination := _hook(name, "examine"):
+        examination(options, rows)
 
 
 def _hook(name: str, kind: str) -> Callable[..., Any] | None:

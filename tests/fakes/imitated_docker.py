@@ -1,7 +1,7 @@
 """A program that does what docker does for sandboxes, so far as tests need it.
 
-A container is a folder, in which is what it calls /box and /tmp. An image is such a folder, and so is one that can be
-pulled. Nothing is shut in.
+A container is a folder, in which is what it calls /box, /tmp, /tests and /logs. An image is such a folder, and so is
+one that can be pulled. Nothing is shut in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ elif command == "exec":
     name, *words = [word for word in words if word != "--interactive"]
     place = at / "containers" / name
     os.environ["PATH"] = str(place / "box") + ":" + os.environ["PATH"]
-    words = [re.sub("/(box|tmp)(?![a-z])", lambda found: str(place) + found[0], word) for word in words]
+    words = [re.sub("/(box|tmp|tests|logs)(?![a-z])", lambda found: str(place) + found[0], word) for word in words]
     sys.exit(subprocess.call(words) if words[-1] != "kill -9 -1" else 0)
 elif command == "rm":
     for name in words[1:]:

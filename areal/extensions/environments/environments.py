@@ -13,7 +13,7 @@ The name of this environment is `package.module:MyEnvironment`. Each object of t
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from areal.base import extensions
@@ -93,6 +93,13 @@ def rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
         world.rehearse(sandbox)
 
 
+def examine(options: Mapping[str, Any], rows: Iterator[Row]) -> None:
+    """Have the environment of these options look at rows, if it does that. It prints notes."""
+    world = resolve(options["environment"], options.get("environment_options") or {})()
+    if hasattr(world, "examine"):
+        world.examine(rows)
+
+
 @contextlib.asynccontextmanager
 async def opened(name: str, options: Mapping[str, Any], session: Session) -> AsyncIterator[Environment]:
     """A new environment, closed at the end of the block. An environment with an attribute `sandboxes` gets the owner of
@@ -107,7 +114,7 @@ async def opened(name: str, options: Mapping[str, Any], session: Session) -> Asy
             await world.close()
 
 
-@with_hooks(check=check, rehearse=rehearse)
+@with_hooks(check=check, rehearse=rehearse, examine=examine)
 async def environment(
     session: Session,
     row: Row,
@@ -117,7 +124,8 @@ async def environment(
     max_turns: Turns = 8,
 ) -> Trajectory:
     """The policy acts in an environment until it is done, or for `max_turns` turns. The
-    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
+    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`). An environment
+    with an async `judge` gives the last turn its reward where the turns ended before the environment did."""
     async with opened(environment, environment_options or {}, session) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row))
         async for action in turns(session, talk, messages, max_turns):
@@ -126,4 +134,7 @@ async def environment(
             if is_last:
                 break
             messages.append(user(observation))
+        else:
+            if session.calls and hasattr(world, "judge"):
+                session.reward(session.calls[-1], await world.judge())
     return session.trajectory(0.0)

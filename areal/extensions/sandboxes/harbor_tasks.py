@@ -1,7 +1,8 @@
 """Tasks in Harbor's folder layout, as rows: `harbor:FOLDER` is a folder of tasks, or one of them.
 
 A task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` and `tests/test.sh`, which writes the
-reward into /logs/verifier/reward.txt. Its `solution` is not read.
+reward into /logs/verifier/reward.txt. Its `solution` is not read. As in Harbor, the tests run where the policy has
+worked: they may look at all of it.
 """
 
 import hashlib
@@ -43,6 +44,8 @@ def _row(task: Path) -> dict[str, Any]:
     if not (task / "tests/test.sh").is_file() or (task / "environment/docker-compose.yaml").is_file():
         raise UserError(f"The task {task} has no tests/test.sh, or needs several containers: remove it")
     environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+    if verifier.get("environment_mode", "shared") != "shared" or verifier.get("environment"):
+        raise UserError(f"The task {task} has a container of its own for the tests, which is not supported: remove it")
     image = environment.get("docker_image") or ((only := _ONLY_FROM.fullmatch(docker)) and only[1])
     if not image and not docker:
         raise UserError(f"The task {task} has neither environment/Dockerfile nor environment.docker_image: add one")
@@ -54,6 +57,7 @@ def _row(task: Path) -> dict[str, Any]:
         "image": image or f"areal-harbor-{task.name.lower()}:{content.hexdigest()}",
         "build": None if image else str((task / "environment").absolute()),
         "folder": environment.get("workdir") or next(reversed(_WORKDIR.findall(docker)), None),
+        "isolated": False,
         "limits": {"memory": memory, "cpus": environment.get("cpus")},
         "tests_folder": str((task / "tests").absolute()),
         "command": f"mkdir -p /logs/verifier && env {variables} bash /tests/test.sh",

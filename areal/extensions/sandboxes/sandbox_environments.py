@@ -1,8 +1,8 @@
 """Episodes in a sandbox, in which the policy runs shell commands. The environment is called `docker:IMAGE`,
 `podman:IMAGE`, `bubble`, `http://HOST`, or `sandbox:package.module:function`.
 
-Any program in that sandbox, its `sh` included, may have become the policy's own. So the tests run in a new one, into
-which one folder is copied.
+Any program in that sandbox, its `sh` included, may have become the policy's own. So the tests of an isolated task run
+in a new sandbox, into which one folder is copied. Other tests may look at the whole sandbox, so they run in it.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,12 +22,13 @@ from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row
 from areal.extensions.agents.tool_calls import use_tools
 from areal.extensions.environments import environments
-from areal.extensions.programs.outside import open_sandbox
+from areal.extensions.programs.outside import SandboxError, open_sandbox
 from areal.extensions.programs.slots import NO_NAMESPACES
 from areal.extensions.sandboxes.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
-from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
+from areal.extensions.sandboxes.sandbox_tasks import RowError, Task, task_of
 from areal.extensions.sandboxes.sandbox_tools import SandboxTools
 from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, copy_folder
+from areal.extensions.sandboxes.task_tests import downloads, path_outside
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Turns, with_hooks
 from areal.workflows.conversation import messages_of
@@ -35,20 +37,27 @@ from areal.workflows.session import Session
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 # What is read of a file with a reward.
 REWARD_BYTES = 1000
+# Where a folder of tests is put.
+TESTS = "/tests"
 # The exit status of a shell that does not find a program.
 NOT_FOUND = 127
+
+
+def _reward_files(path: str) -> tuple[str, str]:
+    return path, str(PurePosixPath(path).with_suffix(".json"))
 
 
 class SandboxEnvironment:
     """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
     a block is the last: then the tests say what the reward is.
 
-    command, folder, image: of rows that have none of their own; `folder` None: tests run in the policy's own sandbox.
-    The other options are those of docs/sandboxes.md.
+    command, folder, image: of rows that have none of their own. isolated: as of `task_of`. The other options are those
+    of docs/sandboxes.md.
     """
 
     def __init__(
-        self, prefix: str, name: str, *, folder: str | None, command: str | None = None, image: str | None = None,
+        self, prefix: str, name: str, *, folder: str | None = None, isolated: bool | None = None,
+        command: str | None = None, image: str | None = None,
         network: str = "none", memory: str = "1g", cpus: float = 1.0, processes: int = 256, disk: str = "256m",
         arguments: Sequence[str] = (), max_output: int = 4000, timeout_seconds: float = 60.0,
     ) -> None:  # fmt: skip
@@ -57,6 +66,7 @@ class SandboxEnvironment:
         if prefix in CONTAINERS:
             image = name or image
         self._defaults = {"command": command, "folder": folder, "image": image}
+        self._isolated = isolated
         self._limits = Limits(memory, cpus, processes, disk, network)
         self._arguments, self._max_output, self._timeout = arguments, max_output, timeout_seconds
         self.sandboxes: Sandboxes | None = None
@@ -87,11 +97,35 @@ class SandboxEnvironment:
             why = looked.stderr.strip().rpartition("\n")[2]
             raise UserError(f"{named} cannot be started ({why}): pull the image, or start {self.provider}'s service.")
 
+    def examine(self, rows: Iterator[Row]) -> None:
+        """Print a note if the tests of rows look at what is not copied to them, or download where no network is."""
+        tasks = []
+        for row in rows:
+            with contextlib.suppress(RowError):  # the row is discarded when it is met
+                tasks.append(self._task_of(row))
+        elsewhere = [name for task in tasks if self._isolated and (name := path_outside(task))]
+        if elsewhere:
+            print(
+                f"Note: the tests of {len(elsewhere)} of {len(tasks)} rows name paths outside of the folder that is "
+                f"copied to them, such as {elsewhere[0]}: what a policy does there is not seen with isolated=true.",
+                file=sys.stderr,
+            )
+        loading = sum(map(downloads, tasks)) if self._limits.network == "none" else 0
+        if loading:
+            print(
+                f"Note: the tests of {loading} of {len(tasks)} rows download, but the sandbox has no network: set "
+                f"environment_options.network, or all may get 0.",
+                file=sys.stderr,
+            )
+
+    def _task_of(self, row: Row) -> Task:
+        """Raises RowError."""
+        return task_of(row.fields, isolated=self._isolated, **self._defaults)
+
     async def reset(self, row: Row) -> Prompt:
         """Start the sandbox. Returns the row's prompt. Raises SandboxError, and RowError if nothing can judge."""
-        self.task = task_of(row.fields, **self._defaults)
-        if self.task.command is None:
-            raise RowError("the row has no command that judges, and neither do the environment's options")
+        self.task = self._task_of(row)
+        self.task.check()
         self.sandbox = await self._sandbox_stack.enter_async_context(self._opened())
         self.tools = SandboxTools(self.sandbox, self.task, self._timeout, self._max_output)
         return row.prompt
@@ -105,49 +139,71 @@ class SandboxEnvironment:
         return "", await self.judge(), True
 
     async def judge(self) -> float:
-        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if one is lost."""
-        if self.task.folder is None:
-            reward = await self._graded(self.sandbox)
+        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if a sandbox is lost
+        or the tests take too long."""
+        if self.task.isolated:
+            async with self._opened() as new:
+                await self._make_ready(new)
+                copied = await copy_folder(self.sandbox, new, str(self.task.folder), self._timeout)
+                reward = await self._graded(new) if copied else None
         else:
-            async with self._opened() as new:
-                await self._make_ready(new)
-                if not await copy_folder(self.sandbox, new, self.task.folder, self._timeout):
-                    return 0.0
-                reward = await self._graded(new)
+            reward = await self._graded(self.sandbox)
         if reward is None:  # by the policy's doing, or whatever it does
-            async with self._opened() as new:
-                await self._make_ready(new)
-                if await self._graded(new) is None:
-                    raise RowError(f"{self._no_reward()}, not even without a policy")
+            await self._check_judging()
         return reward or 0.0
+
+    async def _check_judging(self) -> None:
+        """Raises RowError if the tests give no reward even where no policy was."""
+        async with self._opened() as new:
+            await self._make_ready(new)
+            folder = self.task.folder
+            if self.task.isolated and not await copy_folder(new, new, str(folder), self._timeout):
+                raise RowError(
+                    f"the folder {folder} cannot be copied within {self._timeout:g} s, even without a policy"
+                )
+            if await self._graded(new) is None:
+                raise RowError(f"{self._no_reward()}, not even without a policy")
 
     def _no_reward(self) -> str:
         if self.task.reward_file:
-            return f"the tests write no number into {self.task.reward_file}"
+            return f"the tests cannot be put there, or write no number into {self.task.reward_file}"
         return f"the row's command calls a program that is not found (exit status {NOT_FOUND})"
 
     async def _make_ready(self, sandbox: Sandbox) -> None:
         """Prepare a new sandbox for the tests. Raises SandboxError."""
-        if self.task.folder is not None and self.task.ready:
+        if self.task.ready:
             await written(sandbox, self.task.tests, self._timeout)
             await run_own(sandbox, self.task, self.task.ready, self._timeout)
 
     async def _graded(self, sandbox: Sandbox) -> float | None:
-        """The reward by the tests; None if they have written none, or if a program was not found."""
-        task = self.task
-        if not await written(sandbox, task.tests, self._timeout):
-            return 0.0
-        if task.tests_folder and not await sandbox.upload(Path(task.tests_folder), "/tests", self._timeout):
-            return 0.0
-        ran = await sandbox.exec(*task.shell(str(task.command)), seconds=task.seconds or self._timeout)
+        """The reward by the tests; None if they cannot be put there, if they have written none, or if a program was not
+        found. Raises SandboxError if they do not end in time: nothing says then that the work is wrong."""
+        task, seconds = self.task, self.task.seconds or self._timeout
+        if not await self._put_tests(sandbox):
+            return None
+        ran = await sandbox.exec(*task.shell(str(task.command)), seconds=seconds)
+        if ran.status is None:
+            raise SandboxError(f"the tests did not end within {seconds:g} s: raise the row's seconds")
         if task.reward_file is None:
             return None if ran.status == NOT_FOUND else float(ran.status == 0)
-        for path in task.reward_file, str(PurePosixPath(task.reward_file).with_suffix(".json")):
+        for path in _reward_files(task.reward_file):
             text = await sandbox.read(path, self._timeout, most_bytes=REWARD_BYTES)
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 value = json.loads(text or b"")
                 return float(value["reward"] if isinstance(value, dict) else value)
         return None
+
+    async def _put_tests(self, sandbox: Sandbox) -> bool:
+        """Whether the tests could be put in place of what the policy has left there."""
+        task = self.task
+        left = [*_reward_files(task.reward_file)] if task.reward_file else []
+        if task.tests_folder:
+            left.append(TESTS)
+        if left and (await sandbox.exec("rm", "-rf", *left, seconds=self._timeout)).status != 0:
+            return False
+        if not await written(sandbox, task.tests, self._timeout):
+            return False
+        return not task.tests_folder or await sandbox.upload(Path(task.tests_folder), TESTS, self._timeout)
 
     def _opened(self) -> contextlib.AbstractAsyncContextManager[Sandbox]:
         assert self.sandboxes is not None  # whoever made this has set it
@@ -166,7 +222,7 @@ docker, podman, bubble, http, https, sandbox = (
 any_docker, any_podman, any_bubble = (functools.partial(named, "") for named in (docker, podman, bubble))
 
 
-@with_hooks(check=environments.check, rehearse=environments.rehearse)
+@with_hooks(check=environments.check, rehearse=environments.rehearse, examine=environments.examine)
 async def sandbox_tools(
     session: Session,
     row: Row,

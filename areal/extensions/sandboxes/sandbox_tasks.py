@@ -56,9 +56,9 @@ class RowError(SandboxError):
 
 @dataclass(frozen=True)
 class Task:
-    """The fields as docs/sandboxes.md has them. folder None: tests run in the policy's own sandbox. tests are written
-    before `ready`, and again after the copy. reward_file None: the exit status of `command` is the reward. seconds
-    None: as of all commands."""
+    """The fields as docs/sandboxes.md has them. isolated: the tests run in a new sandbox with a copy of `folder`, else
+    in the policy's own. tests are written before `ready`, and again after the copy. reward_file None: the exit status
+    of `command` is the reward. seconds None: as of all commands."""
 
     image: str | None = None
     build: str | None = None
@@ -67,6 +67,7 @@ class Task:
     limits: Mapping[str, Any] = field(default_factory=dict)
     path: str | None = None
     folder: str | None = None
+    isolated: bool = False
     ready: str | None = None
     tests: Mapping[str, str] = field(default_factory=dict)
     tests_folder: str | None = None
@@ -74,13 +75,23 @@ class Task:
     reward_file: str | None = None
     seconds: float | None = None
 
+    def check(self) -> None:
+        """Raises RowError if nothing can judge the task."""
+        if self.command is None:
+            raise RowError("the row has no command that judges, and neither do the environment's options")
+        if self.isolated and not self.folder:
+            raise RowError("the tests are to run in a new sandbox, but the row names no folder that is copied there")
+        if self.ready and not self.isolated:
+            raise RowError("the row's tests are made ready in a new sandbox: leave out isolated=false")
+
     def shell(self, code: str) -> tuple[str, ...]:
         """The command that runs shell code."""
         return "sh", "-c", f'PATH={self.path}:"$PATH"; {code}' if self.path else code
 
 
-def task_of(row: Mapping[str, Any], **defaults: Any) -> Task:
-    """The task of a row's fields. defaults: where the row says nothing. Raises RowError."""
+def task_of(row: Mapping[str, Any], *, isolated: bool | None = None, **defaults: Any) -> Task:
+    """The task of a row's fields. isolated: whatever the row says. defaults: where the row says nothing. Raises
+    RowError."""
     values = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
     if row.get("FAIL_TO_PASS") is not None and "command" not in values:
         values = _swe_fields(row) | values
@@ -88,7 +99,9 @@ def task_of(row: Mapping[str, Any], **defaults: Any) -> Task:
         if not isinstance(entries := values.get(name, {}), Mapping):
             raise RowError(f"the row's {name} are of type {type(entries).__name__}, not an object")
         values[name] = {key: value for key, value in entries.items() if value is not None}
-    return Task(**{name: value for name, value in defaults.items() if value is not None} | values)
+    values = {name: value for name, value in defaults.items() if value is not None} | values
+    values["isolated"] = values.get("isolated", values.get("folder") is not None) if isolated is None else isolated
+    return Task(**values)
 
 
 def _swe_fields(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from areal.data.sources import open_source
 from areal.extensions.programs.outside import SandboxError
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes import sandbox_tasks
+from areal.extensions.sandboxes import sandboxes as sandboxes_module
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import examine, resolve_workflow
 
 # Fields as the sets have them: SWE-bench's lists are JSON.
 SWE_BENCH = {
@@ -72,11 +73,13 @@ def test_the_image_of_a_row_is_the_one_that_it_names_or_that_its_set_has_publish
         (SWE_BENCH | {"FAIL_TO_PASS": '["test_a (m.T)"]'}, "no names of pytest: give it a command"),
         (SWE_BENCH | {"FAIL_TO_PASS": "test_a"}, "FAIL_TO_PASS is no list of names of tests"),
         ({"files": "a"}, "files are of type str, not an object"),
+        ({"command": "true", "isolated": True}, "names no folder that is copied there"),
+        (SWE_BENCH | {"isolated": False}, "made ready in a new sandbox: leave out isolated=false"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_an_error_of_the_row(fields, complaint):
     with pytest.raises(RowError, match=complaint):
-        task_of(fields)
+        task_of(fields).check()
 
 
 ADD = "def add(a, b):\n    return a {} b\n"
@@ -134,30 +137,121 @@ def test_harbors_tasks_are_rows(tmp_path):
     assert rows["a"].prompt == "Write 42 into answer."
     task = task_of(rows["b"].fields)
     assert (task.image, task.build, task.folder, task.seconds) == ("far", None, "/box/app", 9.0)
+    assert not task.isolated
     assert task.limits == {"memory": "512m", "cpus": 2}
     built = task_of(rows["a"].fields)
     assert built.build == str(tmp_path / "a/environment")
     harbor_task(tmp_path / "other/a", "FROM y\nRUN make\n")  # one of the same name has another image
     second = open_source(DataConfig(source=f"harbor:{tmp_path}/other", eval_size=0), seed=0).row(0)
     assert built.image != task_of(second.fields).image and built.image.startswith("areal-harbor-a:")
+    settings = tmp_path / "a/task.toml"
+    settings.write_text(settings.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'))
+    with pytest.raises(UserError, match="a container of its own for the tests, which is not supported: remove it"):
+        open_source(DataConfig(source=f"harbor:{tmp_path}", eval_size=0), seed=0)
     (tmp_path / "a/tests/test.sh").unlink()
     with pytest.raises(UserError, match="has no tests/test.sh"):
         open_source(DataConfig(source=f"harbor:{tmp_path}", eval_size=0), seed=0)
 
 
-async def test_the_reward_of_a_harbor_task_is_what_its_tests_write(tmp_path, monkeypatch, sandboxes):
+@pytest.fixture
+def harbor(tmp_path, monkeypatch):
+    """Makes a row of a Harbor task with these tests, whose image has the answer 0 in /box/app and in /box/opt."""
     at = make_docker(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     box = make_image(at / "registry/far")
-    for name in "app", "logs":
+    for name in "app", "opt":
         (box / name).mkdir()
-    (box / "app/answer").write_text("0\n")
-    source = open_source(DataConfig(source=f"harbor:{harbor_task(tmp_path / 'task')}", eval_size=0), seed=0)
-    fields = source.row(0).fields | {"reward_file": "/box/logs/reward.txt", "tests_folder": None}
-    fields |= {"command": "cd /box && sh test.sh", "tests": {"/box/test.sh": "cat app/answer > logs/reward.txt"}}
-    for code, reward in ("echo 0.5 > /box/app/answer", 0.5), ("ls", 0.0), ("echo x > /box/app/answer", 0.0):
-        assert await play(Session(bash(code), "Done.", sandboxes=sandboxes), fields, "docker") == reward
+        (box / name / "answer").write_text("0\n")
+
+    def fields_of(script: str) -> dict:
+        task = harbor_task(tmp_path / "task")
+        (task / "tests/test.sh").write_text(f'cd "$(dirname "$0")/.."\n{script}\n')
+        return open_source(DataConfig(source=f"harbor:{task}", eval_size=0), seed=0).row(0).fields
+
+    yield fields_of
     assert not [*(at / "containers").iterdir()]
+
+
+def reads(place: str) -> str:
+    return f"cat box/{place}/answer > logs/verifier/reward.txt"
+
+
+async def test_the_reward_of_a_harbor_task_is_what_its_tests_write(harbor, sandboxes):
+    for code, reward in ("echo 0.5 > /box/app/answer", 0.5), ("ls", 0.0), ("echo x > /box/app/answer", 0.0):
+        assert await play(Session(bash(code), "Done.", sandboxes=sandboxes), harbor(reads("app")), "docker") == reward
+
+
+async def test_tests_of_harbor_see_all_that_the_policy_has_done_unless_an_isolated_judge_is_asked_for(
+    harbor, sandboxes
+):
+    async def solve(place: str, **options) -> float:
+        session = Session(bash(f"echo 1 > /box/{place}/answer"), "Done.", sandboxes=sandboxes)
+        return await play(session, harbor(reads(place)), "docker", **options)
+
+    assert await solve("opt") == await solve("opt", folder="/box/app") == 1.0
+    assert (await solve("opt", isolated=True), await solve("app", isolated=True)) == (0.0, 1.0)
+
+
+async def test_a_reward_that_the_policy_has_written_itself_is_none(harbor, sandboxes):
+    forged = bash(
+        "mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt && echo 1 > /logs/verifier/reward.json"
+    )
+    scripts = {"exit 1": None, "if [ -e box/app/done ]; then exit; fi; echo 0.25 > logs/verifier/reward.txt": 0.0}
+    for script, reward in scripts.items():
+        session = Session(forged, bash("touch /box/app/done"), "Done.", sandboxes=sandboxes)
+        if reward is None:
+            with pytest.raises(RowError, match="cannot be put there, or write no number"):
+                await play(session, harbor(script), "docker")
+        else:
+            assert await play(session, harbor(script), "docker") == reward
+
+
+async def test_tests_that_take_too_long_fail_the_sample_and_give_no_reward(harbor, sandboxes):
+    slow = harbor(f"if grep -q 1 box/app/answer; then sleep 60; fi; {reads('app')}") | {"seconds": 1.0}
+    session = Session(bash("echo 1 > /box/app/answer"), "Done.", sandboxes=sandboxes)
+    with pytest.raises(SandboxError, match="the tests did not end within 1 s") as failure:
+        await play(session, slow, "docker")
+    assert not isinstance(failure.value, RowError)
+
+
+async def test_work_is_judged_where_the_turns_have_ended_before_the_policy_did(harbor, sandboxes):
+    options = {"environment": "docker", "max_turns": 1}
+    row = Row(index=0, prompt="Go.", answer=None, reward=None, fields=harbor(reads("app")))
+    session = Session(bash("echo 1 > /box/app/answer"), sandboxes=sandboxes)
+    assert (await resolve_workflow("environment", options)(session, row)).reward == 1.0
+
+
+async def test_a_folder_that_no_sandbox_can_copy_is_an_error_of_the_row(harbor, sandboxes, monkeypatch):
+    monkeypatch.setattr(sandboxes_module, "FOLDER_BYTES", 20_000)
+    large = harbor(reads("app")) | {"setup": "head -c 100000 /dev/zero > /box/app/large"}
+    with pytest.raises(RowError, match="the folder /box/app cannot be copied .* even without a policy"):
+        await play(Session("Done.", sandboxes=sandboxes), large, "docker", isolated=True)
+
+
+def test_the_start_says_of_how_many_tasks_the_tests_name_what_is_not_there(capsys):
+    scripts = (
+        "grep 42 /opt/answer /usr/lib/x",
+        "cat /app/a ./a/b ~/c $HOME/d https://localhost/e",
+        "apt-get install -y curl && cat /tests/x /app/a/b > /logs/verifier/reward.txt",
+    )
+    rows = [
+        Row(
+            i,
+            "Go.",
+            None,
+            None,
+            {"command": "sh /tests/a.sh", "folder": "/app", "isolated": False, "tests": {"a.sh": x}},
+        )
+        for i, x in enumerate(scripts)
+    ]
+    options = {"environment": "docker", "environment_options": {"isolated": True}}
+    examine("environment", options, iter(rows))
+    notes = capsys.readouterr().err.splitlines()
+    assert "the tests of 1 of 3 rows name paths outside" in notes[0] and "such as /opt/answer" in notes[0]
+    assert "the tests of 1 of 3 rows download, but the sandbox has no network" in notes[1]
+    options["environment_options"] = {"network": "bridge"}
+    examine("sandbox_tools", options, iter(rows))
+    assert not capsys.readouterr().err
 
 
 async def test_tests_that_never_give_a_reward_are_an_error_of_the_row(sandboxes):
