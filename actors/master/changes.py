@@ -60,6 +60,12 @@ class Rewarded(Change):
     gave: tuple[str, ...] = ()
 
 
+class SessionsDeleted(Change):
+    """Users had sessions deleted that were trained: if the run goes back, they are not trained again."""
+
+    groups: tuple[str, ...]
+
+
 class TokensDiscarded(Change):
     count: int
 

@@ -29,6 +29,7 @@ from actors.master.changes import (
     RewardAdded,
     Rewarded,
     RowsScoredChange,
+    SessionsDeleted,
     Stepped,
     TokensDiscarded,
     change_of,
@@ -41,6 +42,8 @@ from areal.data.sources import PromptSource
 from areal.staleness.invariants import check_invariants
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import (
+    BY_USERS,
+    DELETED,
     LOST_WITH_THE_SPOOL,
     ROLLED_BACK,
     Admitted,
@@ -63,14 +66,15 @@ from protocols.messages import EvaluationDone, Member, Policy, Receipt
 # Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
 # the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
-# Rewards of sessions that are known after they were taken, and names of sessions that were trained: whoever asks about
-# one of the last hears so.
+# Rewards of sessions that are known after they were taken, and sessions that are known after they were trained or
+# deleted: whoever asks about one of the last hears so.
 RECEIPTS = 10_000
 # The attributes of `RunState` that a snapshot has as they are.
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
     "rollbacks", "abandoning", "added_rewards", "receipts", "trained_sessions",
+    "deleted_sessions",
 )  # fmt: skip
 
 
@@ -117,8 +121,9 @@ class RunState:
         # The group that became ready and what the reward gave, by the session's name and a mark of the reward; the last
         # group of a name by the name alone.
         self.receipts: dict[str, str] = {}
-        # The steps that have trained sessions of a name.
-        self.trained_sessions: dict[str, list[int]] = {}
+        # The name and the step of each session that was trained, by its group; the groups that users had deleted.
+        self.trained_sessions: dict[str, tuple[str, int]] = {}
+        self.deleted_sessions: dict[str, None] = {}
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
         self._new = deepcopy(self.dump())
@@ -178,14 +183,16 @@ class RunState:
 
     def go_back(self, past: dict[str, Any], spooled: Collection[str]) -> None:
         """Become the state `past`, which `dump` returned earlier. All actors have ended. Of the groups that were alive
-        those remain that were ready and are `spooled`; the others are generated anew. Lineages and masters go on with
-        their numbers, and evaluations of the versions that remain are kept."""
+        those remain that were ready, are `spooled`, and were not deleted by users since. Other rows are generated anew,
+        and other sessions are discarded. Lineages and masters go on with their numbers, and evaluations of the versions
+        that remain are kept."""
         now, version = self.dump(), past["ledger"]["version"]
         rows = [row | {"state": "ready"} if row["state"] == "batched" else row for row in past["ledger"]["groups"]]
         # Their samples in the spool may be of versions that are undone.
         waiting = [prompt | {"resumed": False} for prompt in past["ledger"]["requeued"]]
         lost_holds = [m.held.version for m in self.members.values() if m.held and 0 < m.held.version < version]
         scored = now["partial"] is not None and now["partial"][0] <= version
+        deleted = [row["group_id"] for row in rows if row["group_id"] in self.deleted_sessions]
         self._partial, self._row_scores = None, {}
         self._load(
             past
@@ -202,13 +209,15 @@ class RunState:
                 "evaluations": [row for row in now["evaluations"] if row["version"] <= version],
                 "not_evaluated": [row for row in now["not_evaluated"] if row[0] <= version]
                 + [(held, ROLLED_BACK) for held in lost_holds],
+                "deleted_sessions": dict.fromkeys([*past.get("deleted_sessions", ()), *deleted]),
                 "rollbacks": now["rollbacks"] + 1,
                 "abandoning": version,
             }
         )
         for row in rows:
-            if row["state"] != "ready" or row["group_id"] not in spooled:
-                reason = LOST_WITH_THE_SPOOL if row["state"] == "ready" else ROLLED_BACK
+            if row["state"] != "ready" or row["group_id"] not in spooled or row["group_id"] in deleted:
+                lost = LOST_WITH_THE_SPOOL if row["state"] == "ready" else ROLLED_BACK
+                reason = DELETED if row["group_id"] in deleted else lost
                 of_row: Event = Requeued(row["group_id"], reason, failed=False)
                 event = Discarded(row["group_id"], reason) if row["session"] else of_row
                 self._follow(event)
@@ -240,6 +249,9 @@ class RunState:
                 group = self.ledger.state.groups.get(group_id)
                 assert group is not None  # the ledger removes it only when it applies this event
                 self.discarded.append((group.prompt_index, reason))
+                if group.session and reason in BY_USERS:
+                    self.deleted_sessions[group_id] = None
+                    _shorten(self.deleted_sessions)
                 self._drop(group_id)
             case Requeued(group_id):
                 self._drop(group_id)
@@ -255,7 +267,7 @@ class RunState:
         assert batch is not None  # it is committed now
         for group in map(self.ledger.state.groups.get, batch.group_ids):
             if group is not None and group.session:
-                self.trained_sessions.setdefault(group.session, []).append(step)
+                self.trained_sessions[group.group_id] = group.session, step
         _shorten(self.trained_sessions)
 
     def _drop(self, group: str) -> None:
@@ -284,6 +296,9 @@ class RunState:
                 self.policy = policy
             case Rewarded():
                 self._apply_rewarded(change)
+            case SessionsDeleted(groups=groups):
+                self.deleted_sessions |= dict.fromkeys(groups)
+                _shorten(self.deleted_sessions)
             case TokensDiscarded(count=count):
                 self.tokens_discarded += count
             case Stepped():

@@ -2,9 +2,10 @@
 
 import structlog
 
+from actors.master.changes import SessionsDeleted
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
-from areal.staleness.ledger_state import GroupState, LedgerGroup
+from areal.staleness.ledger_state import DELETED, GroupState, LedgerGroup
 from protocols.bus_errors import RefusedError
 from protocols.messages import (
     AdoptSessions,
@@ -62,16 +63,18 @@ class SessionRequests(HandlesRequests):
         groups = [
             g for g in self._run.ledger.state.groups.of_session(name) if request.message.group in ("", g.group_id)
         ]
-        if reason != "deleted":  # then it may have become ready meanwhile, for its last holder
+        if reason != DELETED:  # then it may have become ready meanwhile, for its last holder
             groups = [group for group in groups if group.state is GroupState.OPEN]
         if any(group.state is GroupState.BATCHED for group in groups):
             raise RefusedError(f"session {name} is in the batch that is trained now")
         for group in groups:
             self._run.ledger.discard(group.group_id, reason)
             log.info("session discarded", session=name, group=group.group_id, reason=reason)
+        trained = {group: step for group, (of, step) in self._run.state.trained_sessions.items() if of == name}
+        if reason == DELETED and trained:
+            self._run.state.emit(SessionsDeleted(groups=tuple(trained)))
         self._run.changed.notify()
-        steps = self._run.state.trained_sessions.get(name, ())
-        return SessionDiscarded(count=len(groups), trained_in=tuple(steps))
+        return SessionDiscarded(count=len(groups), trained_in=tuple(sorted({*trained.values()})))
 
 
 def _described(group: LedgerGroup, resumed: bool) -> SessionGroup:

@@ -14,17 +14,18 @@ from areal.storage.run_folder import compare_record, keep_changes, lost_metrics
 log = structlog.get_logger()
 
 
-def check_record(config: Config, from_step: int | None = None) -> list[str]:
+def check_record(config: Config, from_step: int | None = None, agreed: bool = False) -> list[str]:
     """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
     trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
-    run goes back to `from_step`. Returns that, and what is changed in the configuration, in words."""
+    run goes back to `from_step` (agreed: see `go_back`). Returns in words how it goes back, and what is changed in the
+    configuration."""
     if from_step is None and not (config.folder / METRICS).exists():  # it was stopped before it began
         return []
     state, lines = _state(config), []
     if state.abandoning is None:
         compare_record(config.folder, state.journal.run, state.ledger.version)
     if from_step is not None or state.abandoning is not None:
-        lines = go_back(config, from_step)
+        lines = go_back(config, from_step, agreed)
         state = _state(config)
     ledger = state.ledger
     if config.steps < ledger.version:

@@ -1,8 +1,10 @@
 """`run.py --resume RUN --from-step N`: a run goes back to a checkpoint, and on from there.
 
 With each version that gets a checkpoint, the journal keeps the master's state at that moment. To go back is to take
-that state again. Groups that were ready then and are still in the spool remain; the others that were alive are
-generated anew, as new attempts. What the run has done since is moved into a folder, `abandoned/1` and so on.
+that state again. Groups that were ready then and are still in the spool remain; the other rows that were alive are
+generated anew, as new attempts. What the run has done since is moved into a folder, `abandoned/1` and so on. Sessions
+of users cannot be generated anew. No step trains a session whose reward was acknowledged since; its sample is kept in
+that folder.
 
 The journal is written first, in one transaction, which also says that files have to be moved. Whoever resumes a run
 that was killed in between moves the rest.
@@ -21,27 +23,30 @@ from actors.master.changes import Abandoned
 from actors.master.run_state import RunState
 from areal.base.errors import UserError
 from areal.config import Config
+from areal.staleness.ledger_state import GroupState
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
 from areal.storage.records import move_records
 from areal.storage.rollouts import move_rollouts
 from areal.storage.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
-from areal.storage.spool import Spool, SpoolError
+from areal.storage.spool import Spool, SpoolError, SpoolPart
 
 ABANDONED = "abandoned"
+# A spool with the samples of users whose acknowledged rewards are undone.
+SESSIONS = "sessions.db"
 # What the trackers have got is sent again, to new ones.
 MOVED_WHOLE = (SUMMARY, REPORT, "tracked.json", "tensorboard")
 
 
-def go_back(config: Config, version: int | None) -> list[str]:
+def go_back(config: Config, version: int | None, agreed: bool = False) -> list[str]:
     """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
-    Raises UserError, before anything is changed, if that checkpoint is not kept, or if another process uses the journal
-    or the spool."""
+    agreed: that acknowledged rewards of users are undone. Raises UserError, before anything is changed, if some would
+    be and that is not agreed, if that checkpoint is not kept, or if another process uses the journal or the spool."""
     with closing(Journal.open(config.folder / JOURNAL)) as journal:
         state = RunState(config, journal)
         _move_files(config, state)
-        lines = [] if version is None else [_take_state(config, state, version)]
+        lines = [] if version is None else _take_state(config, state, version, agreed)
         _move_files(config, state)
         return lines
 
@@ -51,7 +56,7 @@ def versions_kept(folder: Path, journal: Journal) -> list[int]:
     return [version for version in journal.kept_versions() if checkpoint_of(folder, version).is_dir()]
 
 
-def _take_state(config: Config, state: RunState, version: int) -> str:
+def _take_state(config: Config, state: RunState, version: int, agreed: bool) -> list[str]:
     versions = versions_kept(config.folder, state.journal)
     if version not in versions:
         choice = (
@@ -60,18 +65,59 @@ def _take_state(config: Config, state: RunState, version: int) -> str:
         raise UserError(f"The run in {config.folder} has no checkpoint of step {version} to go back to: {choice}.")
     past, newest = state.journal.kept(version), state.ledger.version
     alive = past["ledger"]["groups"]
-    ready = [group["group_id"] for group in alive if group["state"] != "admitted"]
+    ready = [group["group_id"] for group in alive if group["state"] in (GroupState.READY, GroupState.BATCHED)]
     abandoned = _abandoned(config, state.rollbacks + 1)
+    acknowledged = _acknowledged(state, version)
+    if (undone := acknowledged - {*ready}) and not agreed:
+        raise UserError(
+            f"To go back to step {version} undoes {len(undone)} rewards of users that were acknowledged since, and no "
+            f"step will train them: add --yes to do that. Their samples are then in {abandoned}."
+        )
     spooled = _whole_groups(config.folder / SPOOL, ready, config.group_size, abandoned)
+    undone = acknowledged - spooled
+    saved = _keep_samples(config.folder / SPOOL, sorted(undone), abandoned)
     state.go_back(past, spooled)
     state.journal.compact(state.dump())
     asyncio.run(state.journal.durable())
-    lost = len(ready) - len(spooled)
-    return (
+    rows = [group["group_id"] for group in alive if not is_session(group["group_id"])]
+    kept, lost = len(spooled.intersection(rows)), len({*ready}.intersection(rows) - spooled)
+    lines = [
         f"The run goes back from step {newest} to step {version}; what came after is in {abandoned}. "
-        f"Of the groups that were alive at that step, {len(spooled)} are ready in the spool, and the prompts of "
-        f"{len(alive) - len(spooled)} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
-    )
+        f"Of the groups that were alive at that step, {kept} are ready in the spool, and the prompts of "
+        f"{len(rows) - kept} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
+    ]
+    if undone:
+        lines.append(
+            f"{len(undone)} rewards of users that were acknowledged are undone: no step trains them. Of their samples, "
+            f"{saved} are in {abandoned / SESSIONS}, and those that were trained are among the rollouts there, as far "
+            f"as the run keeps rollouts."
+        )
+    return lines
+
+
+def is_session(group_id: str) -> bool:
+    return group_id.startswith("s")
+
+
+def _acknowledged(state: RunState, version: int) -> set[str]:
+    """The sessions whose users were told that their reward is taken, and that no step up to `version` has trained."""
+    taken = (GroupState.READY, GroupState.BATCHED)
+    waiting = {group.group_id for group in state.ledger.state.groups if group.session and group.state in taken}
+    return waiting | {group for group, (_, step) in state.trained_sessions.items() if step > version}
+
+
+def _keep_samples(spool: Path, groups: list[str], abandoned: Path) -> int:
+    """Copy the samples of these sessions that are in the spool into a spool of their own. Returns their number."""
+    if not groups or not spool.exists():
+        return 0
+    with closing(Spool.open(spool)) as opened:
+        whole = [opened.get([group])[0] for group in groups if _is_whole(opened, group, 1)]
+    if whole:
+        abandoned.mkdir(parents=True, exist_ok=True)
+        with closing(Spool.open(abandoned / SESSIONS)) as kept:
+            for group in whole:
+                kept.put_all({0: SpoolPart(group, group.trajectories[0].frame())}, 1)
+    return len(whole)
 
 
 def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -82,7 +128,7 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
 
     def undone(group_id: str) -> bool:
         prompt, attempt = map(int, group_id.lstrip("gs").split("."))
-        if group_id.startswith("s"):
+        if is_session(group_id):
             return prompt >= ledger["next_session"] or group_id in alive
         is_later = prompt >= ledger["next_prompt"] or attempt >= waiting.get(prompt, math.inf)
         return is_later or group_id in alive
@@ -103,7 +149,7 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
             _move(file, abandoned)
         return set()
     with closing(opened):
-        return {group for group in ids if _is_whole(opened, group, 1 if group.startswith("s") else size)}
+        return {group for group in ids if _is_whole(opened, group, 1 if is_session(group) else size)}
 
 
 def _is_whole(spool: Spool, group: str, size: int) -> bool:

@@ -86,6 +86,11 @@ def add_options_of_run(add: Callable[..., object]) -> None:
     add("--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)")
     words = "with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew"
     add("--from-step", type=int, metavar="N", help=words)
+    add(
+        "--yes",
+        action="store_true",
+        help="with --from-step: also if rewards of users that were acknowledged are undone",
+    )
     words = "with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation"
     add("--end", action="store_true", help=words)
     add("--trust", action="store_true", help="with --resume or --fork: run code that another user's run names")
@@ -286,7 +291,7 @@ def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
 
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
-        print_lines(check_record(config, arguments.from_step))
+        print_lines(check_record(config, arguments.from_step, arguments.yes))
     if arguments.fork:
         print_lines(fork(config, arguments.fork, arguments.at_step))
     return network

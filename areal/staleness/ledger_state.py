@@ -40,6 +40,8 @@ ZERO_SIGNAL = "zero signal"
 ROLLED_BACK = "the run went back to a checkpoint"
 LOST_WITH_THE_SPOOL = "lost with the spool"
 EXPIRED = "expired"
+DELETED = "deleted"
+BY_USERS = DELETED, "opted out"
 
 
 class GroupState(StrEnum):

@@ -8,7 +8,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal.staleness.ledger_state import EXPIRED, LOST_WITH_THE_SPOOL, ROLLED_BACK, START_VERSION_FELL, ZERO_SIGNAL
+from areal.staleness.ledger_state import (
+    BY_USERS,
+    EXPIRED,
+    LOST_WITH_THE_SPOOL,
+    ROLLED_BACK,
+    START_VERSION_FELL,
+    ZERO_SIGNAL,
+)
 
 # Why a session may be discarded that its gateway, or the run, gives up.
 GIVEN_UP = (EXPIRED, "deleted", "opted out", "failed", START_VERSION_FELL, ROLLED_BACK, LOST_WITH_THE_SPOOL)
@@ -346,14 +353,16 @@ class Book:
 
     def _rolled_back(self, version: int, spooled: Collection[str]) -> None:
         """The run goes back to a version: what was not decided then is open again."""
-        past = deepcopy(self.pasts[version])
+        past, now = deepcopy(self.pasts[version]), self.discarded
         for name in GOES_BACK:
             setattr(self, name, getattr(past, name))
         for group, row in list(self.rows.items()):
-            if not row.ready or group not in spooled:
+            deleted = now.get(row.prompt) in BY_USERS
+            if not row.ready or group not in spooled or deleted:
                 del self.rows[group]
                 if row.session:
-                    self.discarded[row.prompt] = LOST_WITH_THE_SPOOL if row.ready else ROLLED_BACK
+                    lost = LOST_WITH_THE_SPOOL if row.ready else ROLLED_BACK
+                    self.discarded[row.prompt] = "deleted" if deleted else lost
                 else:
                     self.waiting.add(row.prompt)
         self.checkpoint = self.covered = version

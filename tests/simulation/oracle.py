@@ -111,7 +111,9 @@ class Oracle:
         """What users were told in a session, by its group and the id of the call."""
         self._rewards: dict[str, float] = {}  # that users were told are taken, by group
         self._opened: dict[str, float] = {}  # when each session was
-        self._erased: set[str] = set()  # groups that users have had deleted
+        self._deleted: set[str] = set()  # groups that users have had deleted
+        self._erased: set[str] = set()  # and that were not trained before
+        self.ways_back = 0
         self._taught: dict[tuple[str, bytes], str] = {}  # the group in which an answer to a user was trained
         self.counted_after = 0
         """The version that the run has gone back to; the guard counts suspicious steps after it."""
@@ -189,7 +191,9 @@ class Oracle:
         for of_groups in (self._told, self._rewards):
             for group in of_groups.keys() - sessions:
                 del of_groups[group]
-        self._taught, self._erased = {}, self._erased & sessions
+        self._taught, self._deleted = {}, self._deleted & self.memory.session_of.keys()
+        self._erased = {group for group in self._deleted if self.memory.prompt_of[group] not in self.memory.trained}
+        self.ways_back += 1
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
@@ -352,6 +356,11 @@ class Oracle:
         if surplus := (earlier & last & needless).difference(pending):
             raise Violation(f"the spool keeps samples of {sorted(surplus)} over two checkpoints", *surplus)
         self._needless = [last, needless]
+
+    def stores_calls(self, group: str) -> None:
+        """Calls of the group are stored: it may have ended, of which its gateway hears when it renews its leases."""
+        for groups in self._needless:
+            groups.discard(group)
 
     def begins(self, group: str, place: int) -> None:
         """A rollout manager begins to sample this place of the group."""
@@ -644,12 +653,18 @@ class Oracle:
         if taken := [group for group in groups if self.disk.is_taken(group)]:
             self.fail(Violation(f"{session} is told that its reward does not count, but {taken} has it", *taken))
 
-    def deleted(self, session: str) -> None:
-        """A user is told that nothing of its session will be trained any more."""
-        groups = [group for group, name in self.disk.session_of.items() if name == session]
-        if alive := [group for group in groups if group in self.disk.rows]:
+    def deleted(self, session: str, steps: Collection[int]) -> None:
+        """A user is told that nothing of its session will be trained any more, and which steps have trained some."""
+        book = self.disk
+        groups = {group for group, name in book.session_of.items() if name == session}
+        if alive := [group for group in groups if group in book.rows]:
             self.fail(Violation(f"{session} is told that it is deleted, but {alive} are alive", *alive))
-        self._erased.update(groups)
+        batches = ((v + 1, batch) for v, batch in book.batches.items() if v < book.version)
+        trained = {step for step, batch in batches if groups.intersection(batch)}
+        if trained != {*steps}:
+            self.fail(Violation(f"{session} is told that steps {steps} have trained it, but {trained} have", *groups))
+        self._deleted |= groups
+        self._erased |= {group for group in groups if book.prompt_of[group] not in book.trained}
 
     def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool) -> None:
         reward = reward_of(row, calls, self._branching, self.config.rewards)
@@ -807,7 +822,7 @@ class Oracle:
         prompts = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
         if prompts != set(range(-book.sessions, book.prompts)):
             self.fail(Violation(f"prompts {sorted(set(range(-book.sessions, book.prompts)) - prompts)} are lost"))
-        lost = [group for group in self._rewards if not book.is_taken(group)]
+        lost = [group for group in self._rewards.keys() - self._erased if not book.is_taken(group)]
         if lost := [group for group in lost if book.discarded.get(book.prompt_of[group]) != LOST_WITH_THE_SPOOL]:
             self.fail(Violation(f"users were told that {lost} are taken, but these are gone", *lost))
         self._check_rollouts(book, rollouts)

@@ -23,7 +23,7 @@ KEY = "users"
 # Seconds between a user and a gateway, at most, and after which a user asks again.
 LATENCY, PATIENCE = 0.02, 6.0
 # How a conversation ends, with weights.
-ENDS = {"reward": 6, "late": 2, "twice": 3, "never": 2, "silent": 2, "delete": 1, "talk on": 4}
+ENDS = {"reward": 6, "late": 2, "twice": 3, "never": 2, "silent": 2, "delete": 1, "take back": 2, "talk on": 4}
 # Statuses that mean: not here or not now.
 AGAIN = (409, 429, 500, 507)
 
@@ -87,8 +87,7 @@ class _Conversation:
         if end == "late":
             await asyncio.sleep(self._random.uniform(1.0, 8.0))
         if end == "delete":
-            await self._until(lambda gateway: gateway.delete(self.name))
-            self._world.oracle.deleted(self.name)
+            await self._delete()
         elif end == "silent":
             await self._until(lambda gateway: gateway.end(self.name))
         elif end == "twice":
@@ -105,6 +104,15 @@ class _Conversation:
             await self._reward(self._value)
         if end == "talk on":
             await self._turn(f"{self._number}-after")
+        if end == "take back" or end == "talk on" and self._random.random() < 0.5:
+            await asyncio.sleep(self._random.expovariate(0.5))
+            await self._delete()
+
+    async def _delete(self) -> None:
+        ways_back = self._world.oracle.ways_back
+        answer = await self._until(lambda gateway: gateway.delete(self.name))
+        if ways_back == self._world.oracle.ways_back:
+            self._world.oracle.deleted(self.name, answer["trained_in"])
 
     async def _turn(self, mark: str) -> None:
         """One call, perhaps twice at a time, as clients do whose connection is slow."""

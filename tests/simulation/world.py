@@ -508,6 +508,7 @@ class World:
         self.stored.setdefault((group, place), self.scheduler.now)
 
     def _puts_calls(self, life: Incarnation, group: str) -> None:
+        self.oracle.stores_calls(group)
         self.spooled_by[group] = life, self.scheduler.now
 
     def _moves(self, life: Incarnation, earlier: str, place: int, group: str) -> None:

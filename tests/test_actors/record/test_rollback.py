@@ -8,6 +8,7 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from support.stored_samples import put
 
 from actors.master import changes
 from actors.master.run_state import RunState
+from actors.master.session_requests import SessionRequests
 from actors.record import rollback
 from actors.record.completeness import check_record
 from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
@@ -35,6 +37,7 @@ from areal.storage.run_folder import (
     origins_of,
 )
 from areal.storage.spool import Spool, SpoolDamage
+from protocols.messages import DiscardSession
 
 STEPS, EVERY, B = 20, 2, 2
 
@@ -74,10 +77,7 @@ def config(tmp_path: Path) -> Config:
         batch = state.ledger.next_batch(step - 1).group_ids
         state.ledger.commit(step - 1)
         writer.add_trained(step, spool.get(batch), None)
-        metrics = {"step": step, "step_seconds": 1.0, "starved_seconds": 0.0, "groups_left_over": 0, "staleness_max": 0}
-        metrics |= {"trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0}
-        state.emit(changes.Stepped(metrics=metrics, groups=batch))
-        folder.append_metrics(metrics)
+        stepped(state, folder, batch)
         if step == 3:
             state.emit(changes.RewardAdded(prompt=state.ledger.state.prompts.next_prompt, name="own:late", weight=0.5))
         if step % EVERY == 0:
@@ -93,6 +93,13 @@ def config(tmp_path: Path) -> Config:
     journal.close()
     spool.close()
     return config
+
+
+def stepped(state: RunState, folder: RunFolder, batch: tuple[str, ...]) -> None:
+    numbers = "starved_seconds", "groups_left_over", "staleness_max", "trainer_wait_seconds", "publish_wait_seconds"
+    metrics = dict.fromkeys(numbers, 0.0) | {"step": state.ledger.version, "step_seconds": 1.0}
+    state.emit(changes.Stepped(metrics=metrics, groups=batch))
+    folder.append_metrics(metrics)
 
 
 def ready(state: RunState, spool: Spool, name: str) -> None:
@@ -151,6 +158,79 @@ def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):
     assert steps_in(config.folder) == ([1, 2, 3, 4], [1, 2, 3, 4])
     assert steps_in(config.folder / "abandoned" / "1") == ([5], [5])
     assert [change["step"] for change in read_records(config.folder / CHANGES)] == [2, 5]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Config:
+    """A run with sessions alone, two for a step. Its checkpoint of step 2 has s4 and s5 ready, and s6 open. Afterwards
+    s4 and s5 are trained, s6 and s7 are ready, and the users of s5 and s6 have them deleted."""
+    keys = {"anna": {"sha256": "0" * 64}}
+    settings = {"model": "m", "run_dir": tmp_path, "name": "run", "steps": STEPS, "batch_size": B, "max_staleness": 3}
+    trainer = {"checkpoint_every": EVERY, "minibatches": 1, "advantage_mean": "batch"}
+    settings |= {
+        "group_size": 1,
+        "sampling": {"max_new_tokens": 8},
+        "trainer": trainer,
+        "data": {"source": "addition", "eval_size": 0},
+    }
+    config = Config.model_validate(settings | {"gateway": {"keys": keys, "share": 1}})
+    config.folder.mkdir()
+    journal, spool = Journal.open(config.folder / "journal.db"), Spool.open(config.folder / "spool.db")
+    folder, state = RunFolder(config, journal.run), RunState(config, journal)
+
+    def session(number: int, rewarded: bool = True) -> None:
+        group = state.ledger.open_session(f"anna:{number}", "gateway", 0.0, 60.0)
+        if rewarded:
+            ready(state, spool, group.group_id)
+
+    def step() -> None:
+        batch = state.ledger.next_batch(state.ledger.version).group_ids
+        state.ledger.commit(state.ledger.version)
+        stepped(state, folder, batch)
+
+    for number in range(4):
+        session(number)
+    step()
+    step()
+    session(4)
+    session(5)
+    session(6, rewarded=False)
+    journal.keep(2, state.dump(), 5)
+    checkpoint_of(folder.path, 2).mkdir(parents=True)
+    state.emit(changes.CheckpointSavedChange(version=2, folder=str(checkpoint_of(folder.path, 2))))
+    step()
+    ready(state, spool, "s6.0")
+    session(7)
+    requests = SessionRequests(Mock(state=state, ledger=state.ledger))
+    for number in (5, 6):
+        message = DiscardSession(session=f"anna:{number}", reason="deleted")
+        asyncio.run(requests.dispatch(Mock(sender="gateway/0#1", message=message)))
+    asyncio.run(journal.durable())
+    journal.close()
+    spool.close()
+    return config
+
+
+def test_acknowledged_rewards_of_users_are_undone_only_where_that_is_agreed_and_their_samples_are_kept(served):
+    before = state_of(served).dump()
+    with pytest.raises(UserError, match="undoes 1 rewards of users that were acknowledged since.*add --yes"):
+        check_record(served, from_step=2)
+    assert state_of(served).dump() == before, "nothing is changed"
+    assert not (served.folder / "abandoned").exists()
+    went_back, undone = check_record(served, from_step=2, agreed=True)
+    assert "0 are ready in the spool, and the prompts of 0 are generated anew" in went_back, "of rows there are none"
+    assert undone.startswith("1 rewards of users") and f"1 are in {served.folder / 'abandoned/1/sessions.db'}" in undone
+    kept = Spool.open(served.folder / "abandoned/1/sessions.db")
+    assert kept.ids() == ["s7.0"] and kept.get(["s7.0"])[0].trajectories[0].reward == 1.0
+    kept.close()
+
+
+def test_a_session_that_its_user_had_deleted_is_not_trained_after_the_run_has_gone_back_to_before(served):
+    check_record(served, from_step=2, agreed=True)
+    state = state_of(served)
+    assert {group.session: group.state for group in state.ledger.state.groups} == {"anna:4": GroupState.READY}
+    assert state.ledger.state.counters.discarded == {"deleted": 2}
+    assert {*state.receipts} == {"anna:0", "anna:1", "anna:2", "anna:3", "anna:4"}, "no receipt of what is undone"
 
 
 def test_steps_of_before_that_are_in_another_file_are_moved_and_forked_like_those_in_this_one(config):
