@@ -14,6 +14,7 @@
 | gateway | master | AskSession | SessionAnswer |
 | gateway | master | AdoptSessions | Sessions |
 | gateway | master | DiscardSession | SessionDiscarded |
+| gateway | master | ReportKeys | KeysElsewhere |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager, evaluator, gateway | scorer | OpenFlow | stream of TokensScored, CompletionsScored |
@@ -440,10 +441,37 @@ class DiscardSession(Message):
 
 
 class SessionDiscarded(Message):
-    """`count`: how many groups were discarded. `trained_in`: the steps that trained earlier groups of this name."""
+    """`count`: how many groups were discarded. `trained_in`: the steps that trained earlier groups of this name.
+    `holder`: the other gateway that has the session, which is then not discarded: its calls go on there."""
 
-    count: Count
+    count: Count = 0
     trained_in: Several[Count] = ()
+    holder: Name = ""
+
+
+class KeyUse(Part):
+    """What a key of users has used: calls and sampled tokens in the last minute, sessions that take calls now, and how
+    many of its requests were refused since the gateway has started."""
+
+    calls: Count = 0
+    tokens: Count = 0
+    sessions: Count = 0
+    refused: Count = 0
+
+
+KeyUses = Annotated[dict[Name, KeyUse], Field(max_length=4096)]
+
+
+class ReportKeys(Message):
+    """What the keys of users have used at the sender, by name."""
+
+    keys: KeyUses
+
+
+class KeysElsewhere(Message):
+    """What the keys have used at all other gateways."""
+
+    keys: KeyUses
 
 
 Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]

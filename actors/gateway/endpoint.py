@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
-from actors.gateway.keys import UserKeys
+from actors.gateway.keys import KeyAccount, Right, UserKeys
 from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
 from areal.config.role_sections import GatewayConfig
 from areal.extensions.agents.anthropic_api import CountRequest
@@ -31,9 +31,11 @@ from areal.extensions.agents.openai_api import ApiError, prompt_tokens
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from protocols.bus_errors import BusError
 
-SESSION_ID = re.compile(r"[\w.@+-]{1,100}")
+SESSION_ID = re.compile(r"(?!-$)[\w.@+-]{1,100}")
 NO_SESSION = "-"
-"""The id of calls that name no session: those of one key are one session until it is idle."""
+"""The id of calls that name no session, which none can name: those of one key are one session until it is idle."""
+# Of a reward: how many parts it has, and how large each of them and how long its name is, at most.
+MAX_PARTS, LARGEST_PART, LONGEST_NAME = 64, 1e6, 100
 
 
 class SessionRequest(BaseModel):
@@ -51,6 +53,10 @@ class SessionReward(BaseModel):
     def within(self, bounds: tuple[float, float]) -> UserReward:
         """Raises ApiError if it is out of bounds."""
         parts = self.reward if isinstance(self.reward, dict) else {}
+        fits = all(len(name) <= LONGEST_NAME and abs(part) <= LARGEST_PART for name, part in parts.items())
+        if not fits or len(parts) > MAX_PARTS:
+            why = f"a reward has at most {MAX_PARTS} parts, each of at most {LARGEST_PART:.0f}, with names of at most"
+            raise ApiError(f"{why} {LONGEST_NAME} characters", "bad_parts")
         value = sum(self.reward.values()) if isinstance(self.reward, dict) else self.reward
         if not bounds[0] <= value <= bounds[1]:
             raise ApiError(f"a reward is from {bounds[0]:g} to {bounds[1]:g}, not {value:g}", "reward_out_of_range")
@@ -81,8 +87,9 @@ class GatewayEndpoint(OpenAIEndpoint):
         keys: UserKeys,
         sessions: ServesSessions,
         on_refusal: Callable[[str], None],
+        most_characters: int,
     ) -> None:
-        super().__init__(model, settings.host, on_refusal, port, _tls(settings))
+        super().__init__(model, settings.host, on_refusal, port, _tls(settings), most_characters)
         self._settings, self._keys, self._sessions = settings, keys, sessions
 
     def _app(self) -> web.Application:
@@ -95,22 +102,31 @@ class GatewayEndpoint(OpenAIEndpoint):
         app.router.add_post("/v1/sessions/{id}/end", self._end)
         return app
 
+    def _enter(self, request: web.Request, *rights: Right) -> tuple[KeyAccount, str | None]:
+        """The account that a request is counted in, and the session whose own key it has. Raises ApiError."""
+        account, own_session = self._keys.identify(key_of(request))
+        account.use_calls()
+        if rights:
+            account.check_right(*rights)
+        return account, own_session
+
     def _sample(self, request: web.Request) -> Any:
         """Raises ApiError if the request has no key. Only calls need an open session."""
-        self._keys.identify(key_of(request))
+        self._enter(request)
 
     async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[OpenSample, Any]:
         """The session that a call belongs to, and its body."""
-        name, own_session = self._keys.identify(key_of(request))
-        self._keys.check(name, "serve")
-        self._keys.use_call(name)
+        account, own_session = self._enter(request, "serve")
+        account.check_tokens()
         data = await body_of(request)
         body = parse(kind, data)
+        account.use_calls((getattr(body, "n", 1) or 1) - 1)
         messages = getattr(body, "messages", None) or getattr(body, "input", None)
         if isinstance(messages, list) and len(messages) > self._settings.max_messages:
             raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
-        session_name = own_session or f"{name}:{_session_id(request, data)}"
-        train = self._keys.configured[name].train and request.headers.get("X-Areal-Train", "yes") != "no"
+        session_name = own_session or f"{account.name}:{_session_id(request, data)}"
+        asked = request.headers.getall("X-Areal-Train", ["yes"])
+        train = account.settings.train and all(value.strip().lower() == "yes" for value in asked)
         mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
         is_first = not mark and retries == "0"  # the same may be asked twice
         if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
@@ -120,37 +136,37 @@ class GatewayEndpoint(OpenAIEndpoint):
         session = await self._sessions.open_session(session_name, train)
         if is_first:
             session.forget_call(mark)
-        call = SessionCall(**vars(session.open), session=session, mark=mark, keys=self._keys)
-        return call, body
+        return SessionCall(**vars(session.open), session=session, mark=mark), body
 
     async def _count(self, request: web.Request) -> web.Response:
         """Needs no session, and opens none."""
-        self._keys.check(self._keys.identify(key_of(request))[0], "serve")
+        self._enter(request, "serve")
         body = parse(CountRequest, await body_of(request))
-        return web.json_response({"input_tokens": prompt_tokens(body.chat(), self._sessions.tokenizer)})
+        count = await prompt_tokens(body.chat(), self._sessions.tokenizer, self._most_characters)
+        return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
         raise ApiError("a session gets its reward by POST /v1/sessions/ID/reward", "not_found", 404)
 
     async def _begin_session(self, request: web.Request) -> web.Response:
-        name, own_session = self._keys.identify(key_of(request))
-        self._keys.check(name, "serve")
+        account, own_session = self._enter(request, "serve")
         if own_session:
             raise ApiError("the key of a session opens no other", "forbidden", 403)
         number = parse(SessionRequest, await body_of(request) or b"{}").id or secrets.token_hex(8)
-        session = f"{name}:{_checked(number)}"
-        return web.json_response({"id": session, "api_key": self._keys.key_for(name, session)})
+        session = f"{account.name}:{_checked(number)}"
+        return web.json_response({"id": session, "api_key": self._keys.key_for(session)})
 
-    def _named(self, request: web.Request, *rights: Any) -> str:
+    def _named(self, request: web.Request, *rights: Right) -> str:
         """The session that the path names, if the key may do that to it. Raises ApiError."""
-        name, own_session = self._keys.identify(key_of(request))
+        account, own_session = self._enter(request)
         owner, _, number = request.match_info["id"].rpartition(":")
-        session = f"{owner or name}:{_checked(number)}"
-        of_all = own_session is None and "reward_all" in rights and "reward_all" in self._keys.configured[name].rights
-        is_key = not owner or owner in self._keys.configured
-        if not is_key or not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
+        owner = owner or account.name
+        session = f"{owner}:{_checked(number)}"
+        of_all = own_session is None and "reward_all" in {*rights} & {*account.settings.rights}
+        own = owner == account.name and own_session in (None, session)
+        if owner not in self._keys.accounts or not (own or of_all):
             raise ApiError("this key has no such session", "not_found", 404)
-        self._keys.check(name, *rights)
+        account.check_right(*rights)
         return session
 
     async def _state(self, request: web.Request) -> web.Response:
@@ -192,13 +208,16 @@ def _session_id(request: web.Request, data: bytes) -> str:
         return _checked(number.rpartition(":")[2])
     fields = json.loads(data)
     metadata = fields.get("metadata")
-    number = (metadata.get("session_id") if isinstance(metadata, dict) else None) or fields.get("user") or NO_SESSION
+    number = (metadata.get("session_id") if isinstance(metadata, dict) else None) or fields.get("user")
+    if not number:
+        return NO_SESSION
     return number if SESSION_ID.fullmatch(f"{number}") else sha256(f"{number}".encode()).hexdigest()[:32]
 
 
 def _checked(number: Any) -> str:
     if not isinstance(number, str) or not SESSION_ID.fullmatch(number):
-        raise ApiError("the id of a session has up to 100 letters, digits and any of _ . @ + -", "bad_session_id")
+        why = "the id of a session has up to 100 letters, digits and any of _ . @ + -, and is no hyphen alone"
+        raise ApiError(why, "bad_session_id")
     return number
 
 

@@ -9,10 +9,11 @@ one that was lost.
 |---|---|---|
 | endpoint | requests of users | their answers |
 | renew leases | a quarter of a lease | keeps its sessions, adopts those that were left |
-| watch | 1 s | ends what is idle, expires what has no reward in time |
+| watch | 1 s | shares the accounts of keys, ends what is idle, expires what has no reward in time |
 """
 
 import asyncio
+from functools import partial
 from typing import Any, Self
 
 import structlog
@@ -24,6 +25,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from areal.base.errors import UserError, explain
+from areal.extensions.agents.openai_api import most_characters
 from protocols.messages import LoadColumns, Work
 
 WATCH_SECONDS = 1.0
@@ -51,8 +53,10 @@ class Gateway(Actor):
         keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         self.sessions = OpenSessions(member, sampling, keys)
         port = self._settings.port and self._settings.port + (member.index or 0)
+        count_refusal = partial(self.sessions.count, "refused")
+        most = most_characters(self.config, sampling.services.tokenizer)
         self._endpoint = GatewayEndpoint(
-            self.config.name, self._settings, port, keys, self.sessions, lambda refusal: self.sessions.count("refused")
+            self.config.name, self._settings, port, keys, self.sessions, lambda refusal: count_refusal(), most
         )
         member.used.push_async_callback(self.sessions.close)
         member.used.push_async_callback(self._endpoint.close)
@@ -91,4 +95,5 @@ class Gateway(Actor):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
+            await self.sessions.share_accounts()
             await self.sessions.look()

@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Sampling
 from areal.base.errors import explain
 from areal.extensions.agents.openai_api import ApiError
-from areal.samples.trajectory import row_text
+from areal.samples.trajectory import Trajectory, row_text
 from protocols.bus_errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AdoptSessions,
@@ -33,9 +34,12 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupStarted,
+    KeysElsewhere,
+    KeyUse,
     LostLeases,
     Message,
     RenewLeases,
+    ReportKeys,
     ScoredSample,
     SessionAnswer,
     SessionDiscarded,
@@ -205,11 +209,10 @@ class OpenSessions:
                 why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another one"
                 raise ApiError(why, "session_full", 409)
             if session is None:
-                limit = self._keys.configured[key].sessions
-                if limit is not None and sum(s.key == key and not s.ended for s in self._sessions.values()) >= limit:
-                    raise ApiError(f"this key may have {limit} sessions at a time: end one", "too_many_sessions", 429)
-                session = await self._begin(name, train)
+                with self._keys.accounts[key].opening(name):
+                    session = await self._begin(name, train)
             session.ended = False  # who comes back goes on
+            self._keys.accounts[key].open.add(name)
             return session
 
     async def state(self, name: str) -> dict[str, Any]:
@@ -262,6 +265,8 @@ class OpenSessions:
         session, discarded = self._sessions.get(name), SessionDiscarded(count=0)
         if self._config.max_sessions:
             discarded = await self._links.discard(name, "deleted")
+        if discarded.holder:
+            raise _elsewhere()
         if session is not None:
             self._end_for_good(session)
         untrained = int(session is not None and session.group is None)
@@ -284,7 +289,8 @@ class OpenSessions:
         return self._add(name, group)
 
     def _add(self, name: str, group: SessionGroup | None) -> UserSession:
-        session = UserSession(self._sampling.services, name, group, self._links.save, self._links.report_start)
+        links, account = self._links, self._keys.of_session(name)
+        session = UserSession(self._sampling.services, name, group, account, links.save, links.report_start)
         self._sessions[name] = session
         return session
 
@@ -325,7 +331,7 @@ class OpenSessions:
     async def _end(self, session: UserSession) -> None:
         """The session takes no calls any more. It is ready if it has rewards, or gateway.score gives it one."""
         async with session.rewarding:
-            session.ended = True
+            self._close(session)
             if session.rewarded:
                 return
             if session.group is None:
@@ -337,6 +343,11 @@ class OpenSessions:
             else:
                 await session.save()
 
+    def _close(self, session: UserSession) -> None:
+        """It takes no calls any more, and leaves room for another one in its key's account."""
+        session.ended = True
+        session.account.open.discard(session.name)
+
     async def _score(self, session: UserSession) -> None:
         try:
             score = await session.sample.score(session.chat.last_text)
@@ -346,6 +357,7 @@ class OpenSessions:
         else:
             if session.running or not session.ended:  # who came back meanwhile goes on
                 session.ended = False
+                session.account.open.add(session.name)
                 return
             if session.group is None:  # it has expired meanwhile
                 return self._end_for_good(session)
@@ -355,11 +367,13 @@ class OpenSessions:
         """Have the trainer store the sample. Returns False if it is not trained: it was deleted, or has expired."""
         group = session.group
         assert group is not None
-        session.ended = True
+        self._close(session)
         if not session.sample.calls:
             raise ApiError("nothing was sampled in this session", "no_calls")
         with explain(ValueError, "the session cannot be trained: {why}", partial(ApiError, code="bad_reward")):
             trajectory = session.sample.trajectory(None if reward is None else reward.value)
+        if session.chat.rewards:
+            trajectory = _clipped(trajectory, self._settings.reward_range)
         gave = session.gave | ({reward.mark: reward.gave} if reward and reward.mark else {})
         fields = {"session": session.name, "messages": session.sample.messages}
         sample = ScoredSample(
@@ -393,8 +407,8 @@ class OpenSessions:
 
     def _end_for_good(self, session: UserSession) -> None:
         """Drop a session that goes on nowhere. Its answered calls are not answered anew, in another session."""
-        unnamed = f"{session.key}:{NO_SESSION}"
-        name = unnamed if self._unnamed.get(session.key) == session.name else session.name
+        key = session.account.name
+        name = f"{key}:{NO_SESSION}" if self._unnamed.get(key) == session.name else session.name
         self._answered |= dict.fromkeys((name, mark) for mark in session.answered)
         while len(self._answered) > ANSWERED:
             del self._answered[next(iter(self._answered))]
@@ -404,6 +418,13 @@ class OpenSessions:
         session.close()
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
+            session.account.open.discard(session.name)
+
+    async def share_accounts(self) -> None:
+        """Tell the master what the keys have used here, and hear what they have used at other gateways."""
+        answer = await self._member.ask_master(ReportKeys(keys=self._keys.report()), KeysElsewhere)
+        for name, account in self._keys.accounts.items():
+            account.elsewhere = answer.keys.get(name, KeyUse())
 
     async def renew(self) -> None:
         """Keep the sessions here, and adopt those that were left."""
@@ -479,8 +500,17 @@ def _taken(name: str, call: str | None) -> dict[str, Any]:
     return {"id": name, "state": "ready" if call is None else "open", "changed": True}
 
 
+def _clipped(trajectory: Trajectory, bounds: tuple[float, float]) -> Trajectory:
+    """The sample with a reward within the bounds, which a sum of rewards of answers may leave."""
+    returns = None if trajectory.returns is None else trajectory.returns.clip(*bounds)
+    return replace(trajectory, reward=float(np.clip(trajectory.reward, *bounds)), returns=returns)
+
+
 def _check_holder(answer: SessionAnswer) -> None:
     """Raises ApiError if another gateway has the session."""
     if answer.session is None and answer.state == "open":
-        why = f"another gateway has this session, {answer.holder}: make its calls there"
-        raise ApiError(why, "elsewhere", 409)
+        raise _elsewhere()
+
+
+def _elsewhere() -> ApiError:
+    return ApiError("another gateway has this session: make its calls there", "elsewhere", 409)

@@ -9,20 +9,22 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import structlog
 
-from actors.gateway.keys import UserKeys
+from actors.gateway.keys import KeyAccount
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import explain
 from areal.data.rows import Row
-from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
+from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of, most_characters
 from areal.extensions.agents.openai_endpoint import OpenSample
 from areal.samples.table import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
@@ -30,10 +32,15 @@ from areal.workflows.conversation import Keep
 from protocols.bus_errors import BusError
 from protocols.messages import SessionGroup
 
+log = structlog.get_logger()
 MAX_REWARDS = 1024
 """Of the answers of a session."""
 ELSEWHERE = "the session goes on elsewhere, or has ended: ask again"
 UNAVAILABLE = "this gateway has no part in the run now ({why}): ask again, or ask another gateway"
+MAX_TEXT = 16 * 2**20
+"""Characters that are kept of the requests and answers of a session: each save writes them."""
+KEPT = {"max_tokens", "max_completion_tokens", "stop"}
+"""The fields of a request that its answer depends on, besides its messages and tools."""
 
 
 class UserSample(SampleSession):
@@ -42,6 +49,7 @@ class UserSample(SampleSession):
 
     newest_version: int | None = None
     on_first: Callable[[], None] | None = None
+    account: KeyAccount | None = None  # that pays for what is sampled
 
     def __init__(self, services: Services, name: str, group: SessionGroup | None, on_start: Callable[[int], None]):
         self.messages: list[dict[str, Any]] = []  # of the first request
@@ -63,9 +71,12 @@ class UserSample(SampleSession):
         pictures: Sequence[dict[str, Any]] | None = None,
     ) -> Generation:
         limit = min(max_new_tokens or self.call_limit, self.call_limit)
-        return await super().generate(tokens, limit, keep, pictures)
+        with self.account.answer(min(limit, self.room)) if self.account else nullcontext():
+            return await super().generate(tokens, limit, keep, pictures)
 
     def count(self, versions: np.ndarray) -> None:
+        if self.account:
+            self.account.tokens.add(len(versions))
         if len(versions):
             self.newest_version = int(versions[-1])
             if self.on_first:
@@ -101,8 +112,8 @@ class AnsweredCall(NamedTuple):
 
 
 class UserSession:
-    """See the module. name: of its key and its id. group: its permit; None: it is served, and not trained. `admitted`:
-    the group that it is or was; empty if it never had a permit.
+    """See the module. name: of its key and its id. account: of the key. group: its permit; None: it is served, and not
+    trained. `admitted`: the group that it is or was; empty if it never had a permit.
 
     save: has the trainer store a frame. `ended`: it takes no calls any more, and waits for its reward. `rewarded`: the
     reward has come, and it is ready or given up.
@@ -113,13 +124,15 @@ class UserSession:
         services: Services,
         name: str,
         group: SessionGroup | None,
+        account: KeyAccount,
         save: "Callable[[UserSession, bytes], Any]",
         on_start: "Callable[[UserSession, int], None]",
     ) -> None:
-        self.name, self.key, self.group = name, name.partition(":")[0], group
+        self.name, self.group, self.account = name, group, account
         self.admitted = group.group if group else ""
         self.sample = UserSample(services, name, group, lambda version: on_start(self, version))
-        self.chat = ChatSession(self.sample)
+        self.sample.account = account
+        self.chat = ChatSession(self.sample, most_characters(services.config, services.tokenizer))
         self.open = OpenSample(self.chat)
         self.ended = self.rewarded = False
         self.rewarding = asyncio.Lock()
@@ -130,6 +143,7 @@ class UserSession:
         self.saves = 0  # how often it was saved
         self.is_over = False  # its sample is made, and takes no call any more
         self._turns: list[AnsweredCall] = []
+        self._text = 0  # characters in _parts
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
         self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
@@ -138,7 +152,8 @@ class UserSession:
     @property
     def full(self) -> bool:
         """Whether it has no room for another call."""
-        return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+        short_of_room = self.sample.room < self.sample.call_limit or self._text >= MAX_TEXT
+        return bool(self.sample.tokens_sampled) and short_of_room
 
     @property
     def gave(self) -> dict[str, str]:
@@ -195,17 +210,25 @@ class UserSession:
         except SampleFailed as failure:
             if self.sample.closed:
                 raise ApiError(ELSEWHERE, "elsewhere", 409) from None
-            raise ApiError(f"the call has failed: {failure}", "call_failed") from None
+            log.warning("a call has failed", session=self.name, error=f"{failure}")
+            why = "the policy does not take its prompt: send less" if failure.cause == "prompt" else "try again later"
+            raise ApiError(f"the call has failed: {why}", "call_failed") from None
         finally:
             self.running -= 1
             self.used = loop.time()
         return answer
 
     def _add_turn(self, request: ChatRequest, name: str, answer: Answer, mark: str) -> None:
-        options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
-        parts = map(json.dumps, [*request.messages, options, [answer.message, answer.finish]])
-        *messages, place, end = (self._parts.setdefault(part, len(self._parts)) for part in parts)
-        self._turns.append(AnsweredCall(name, mark, messages, place, end))
+        """Only what templates may show is kept of a request."""
+        options = request.model_dump(mode="json", exclude_none=True, include=KEPT) | {"tools": request.offered}
+        messages = map(message_of, request.messages)
+        parts = map(json.dumps, [*messages, options, [answer.message, answer.finish]])
+        *places, place, end = map(self._place, parts)
+        self._turns.append(AnsweredCall(name, mark, places, place, end))
+
+    def _place(self, part: str) -> int:
+        self._text += len(part) if part not in self._parts else 0
+        return self._parts.setdefault(part, len(self._parts))
 
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
@@ -224,6 +247,7 @@ class UserSession:
 
     async def restore(self, frame: bytes | memoryview) -> None:
         """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
+        self.sample.account = None  # what was sampled is paid for
         notes = json.loads(notes_of(frame))
         self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
@@ -236,6 +260,7 @@ class UserSession:
             self._add_turn(request, turn.name, answer, turn.mark)
             if turn.mark:
                 self._calls[turn.mark] = asyncio.create_task(_same(answer))
+        self.sample.account = self.account
         for name, value, mark in notes["rewards"]:
             self.give_reward(value, name, mark)
         self.ended = notes["ended"]
@@ -275,12 +300,11 @@ async def _same(answer: Answer) -> Answer:
 
 @dataclass(kw_only=True)
 class SessionCall(OpenSample):
-    """One call of a session, as the endpoint answers it. mark: the client's id for it. keys: count its tokens.
-    version: of the first tokens; None until they are there."""
+    """One call of a session, as the endpoint answers it. mark: the client's id for it. version: of the first tokens;
+    None until they are there."""
 
     session: UserSession
     mark: str
-    keys: UserKeys
     number: int = 0
     version: int | None = None
 
@@ -298,7 +322,6 @@ class SessionCall(OpenSample):
             answer = await self.session.answer(request, name, on_text and on_piece, mark)
         if self.version is None and len(answer.sampled):
             self.version = int(answer.sampled.versions[0])
-        self.keys.count(self.session.key, "tokens", len(answer.sampled))
         return answer
 
     def headers(self) -> dict[str, str]:

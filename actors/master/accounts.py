@@ -12,8 +12,10 @@ from areal.rewards.result import mean_parts
 from areal.staleness.ledger import RunEnded, Waiting
 from areal.staleness.ledger_state import EXPIRED, ZERO_SIGNAL, Batch, GroupState, StepRecord
 from areal.storage.events import COUNTERS
-from protocols.messages import CommitStep, EvaluationDone
+from protocols.messages import CommitStep, EvaluationDone, KeyUse
 
+# How long a gateway's report of what keys use counts, and how long what is open there: its sessions go on elsewhere.
+REPORT_SECONDS, PRESENT_SECONDS = 60.0, 5.0
 # Number of recent steps kept for monitors that connect late, and the metrics kept of each step.
 RECENT_STEPS = 512
 RECENT = (
@@ -22,12 +24,34 @@ RECENT = (
 )  # fmt: skip
 
 
+class KeyRecords:
+    """What the keys of users use at all gateways, as each gateway has last reported it. A report counts for a minute,
+    as its numbers do, also if its gateway is lost: a key gains nothing by that."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, Mapping[str, KeyUse]]] = {}  # when, and what, by gateway
+
+    def note(self, gateway: str, uses: Mapping[str, KeyUse], now: float) -> None:
+        self._reports[gateway] = now, uses
+        self._reports = {name: report for name, report in self._reports.items() if now - report[0] < REPORT_SECONDS}
+
+    def total(self, now: float, apart: str = "") -> dict[str, KeyUse]:
+        """By key, without what the gateway `apart` has reported."""
+        sums: dict[str, Counter[str]] = {}
+        for gateway, (when, uses) in self._reports.items():
+            for key, use in uses.items() if gateway != apart else ():
+                present = use if now - when < PRESENT_SECONDS else use.model_copy(update={"sessions": 0})
+                sums.setdefault(key, Counter()).update(present.model_dump())
+        return {key: KeyUse(**numbers) for key, numbers in sums.items()}
+
+
 class StepMeter:
-    """Measures the current step, from the last commit to the next one, by `clock`, in seconds."""
+    """Measures the current step, from the last commit to the next one, by `clock`, in seconds. `keys`: of users."""
 
     def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
         self._state = state
         self._clock = clock
+        self.keys = KeyRecords()
         self._counted: Counter[str] = Counter()
         self._starved = 0.0
         self._starving_since: float | None = None
@@ -101,6 +125,8 @@ class StepMeter:
             metrics["sessions_open"] = alive.count(GroupState.OPEN)
             metrics["sessions_trained"] = sum(prompt < 0 for prompt in record.prompts)
             metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.discarded)
+        if keys := self.keys.total(now):
+            metrics["keys"] = {name: use.model_dump() for name, use in keys.items()}
         # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
         waited = commit.metrics.get("trainer_wait_seconds") or 0.0
         metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])

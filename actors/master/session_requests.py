@@ -11,6 +11,8 @@ from protocols.messages import (
     AdoptSessions,
     AskSession,
     DiscardSession,
+    KeysElsewhere,
+    ReportKeys,
     SessionAnswer,
     SessionDiscarded,
     SessionGroup,
@@ -58,13 +60,16 @@ class SessionRequests(HandlesRequests):
 
     @handles(DiscardSession)
     async def discard_session(self, request: Request[DiscardSession]) -> SessionDiscarded:
-        self._run.member(request, "gateway")
+        owner = self._run.member(request, "gateway").identity
         name, reason = request.message.session, request.message.reason
         groups = [
             g for g in self._run.ledger.state.groups.of_session(name) if request.message.group in ("", g.group_id)
         ]
         if reason != DELETED:  # then it may have become ready meanwhile, for its last holder
             groups = [group for group in groups if group.state is GroupState.OPEN]
+        held = [group.owner for group in groups if group.state is GroupState.OPEN and group.owner not in ("", owner)]
+        if held and reason == "deleted":
+            return SessionDiscarded(holder=held[0])
         if any(group.state is GroupState.BATCHED for group in groups):
             raise RefusedError(f"session {name} is in the batch that is trained now")
         for group in groups:
@@ -75,6 +80,12 @@ class SessionRequests(HandlesRequests):
             self._run.state.emit(SessionsDeleted(groups=tuple(trained)))
         self._run.changed.notify()
         return SessionDiscarded(count=len(groups), trained_in=tuple(sorted({*trained.values()})))
+
+    @handles(ReportKeys)
+    async def report_keys(self, request: Request[ReportKeys]) -> KeysElsewhere:
+        identity, records, now = self._run.member(request, "gateway").identity, self._run.meter.keys, self._run.now()
+        records.note(identity, request.message.keys, now)
+        return KeysElsewhere(keys=records.total(now, apart=identity))
 
 
 def _described(group: LedgerGroup, resumed: bool) -> SessionGroup:

@@ -212,7 +212,7 @@ class SampleStore(HandlesRequests):
         if not accepted:
             if self._config.filter_zero_signal and not group.has_signal:
                 self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
-            else:
+            elif group.prompt_index >= 0:  # of a session nothing is kept: its user may have deleted it
                 self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
             await self._forget(group)
         return accepted
@@ -220,6 +220,8 @@ class SampleStore(HandlesRequests):
     async def _forget(self, group: Group) -> None:
         self._in_memory.pop(group.id, None)
         await self._on_disk("the spool", self._spool.forget, [group.id])
+        if group.prompt_index < 0:
+            await self._on_disk("the spool", self._spool.scrub)
 
     async def load_groups(self, ids: Sequence[str]) -> list[Group]:
         fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}

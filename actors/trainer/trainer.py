@@ -516,6 +516,7 @@ class Trainer(Actor):
         self._checkpoint_version = version
         self.member.alert = self._damage
         await self.member.on_disk("the spool", self._spool.forget, needless)
+        await self.member.on_disk("the spool", self._spool.scrub)
         self._checkpoints.append(version)
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))

@@ -91,6 +91,7 @@ class Spool:
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
         prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
+        connection.execute("PRAGMA secure_delete = ON")
         self._connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)
@@ -252,6 +253,11 @@ class Spool:
                 connection.executemany(f"DELETE FROM {table} WHERE id = ?", rows)
             for group_id in ids:
                 self._recent.pop(group_id, None)
+
+    def scrub(self) -> None:
+        """Leave nothing of what was forgotten in the files: SQLite's log would keep it until it is full."""
+        with self._transaction() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the file, after the call that is running in another thread, if any."""

@@ -64,7 +64,7 @@ NOT_ASKED = {
 }
 
 # What gateways alone ask of the master.
-SESSION_HANDLERS = ("ask_session", "adopt_sessions", "discard_session")
+SESSION_HANDLERS = ("ask_session", "adopt_sessions", "discard_session", "report_keys")
 
 Point = Literal["before", "working", "worked", "handled", "answered"]
 POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import structlog
@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from areal.base.errors import explain
+from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import PICTURE_PARTS
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
@@ -44,6 +45,15 @@ NO_FORM = "only text can be trained: a format forbids tokens, which the trainer 
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
+# A prompt has fewer characters for each token of it, also one of spaces or of markup.
+CHARACTERS_PER_TOKEN = 16
+# The tokens of a prompt, at most, where neither configuration nor tokenizer say how many the model takes.
+MAX_CONTEXT = 131_072
+MAX_CHARACTERS = MAX_CONTEXT * CHARACTERS_PER_TOKEN
+# So many characters are encoded in a millisecond, which is less than a thread takes.
+SHORT = 2048
+_ENCODING = ThreadPoolExecutor(2, thread_name_prefix="encoder")
+T = TypeVar("T")
 # Parsers have threads of their own: agents that wait for an answer may occupy all those of asyncio.to_thread.
 _PARSING = ThreadPoolExecutor(thread_name_prefix="parser")
 
@@ -183,13 +193,14 @@ class ChatSession:
     """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
     the tokens of that one; the others begin a conversation of their own.
 
-    session: makes the calls. last_text: the text of the last answer, without tool calls and thinking. rewards: those
-    that the agent has given, by the id of the answer, or None for the sample. failure: set to the error if a generation
-    of this sample fails.
+    session: makes the calls. most_characters: of a call's messages and tools. last_text: the text of the last answer,
+    without tool calls and thinking. rewards: those that the agent has given, by the id of the answer, or None for the
+    sample. failure: set to the error if a generation of this sample fails.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, most_characters: int = MAX_CHARACTERS) -> None:
         self.session = session
+        self._most_characters = most_characters
         self.tokenizer = session.tokenizer
         self._parsers: Parsers = session.tool("parsers")
         # After each answer, by the digest of all messages and the tools.
@@ -215,8 +226,9 @@ class ChatSession:
         request.check_template(self._parsers.template_kwargs)
         await self._check(request.offered)
         messages = accepted(messages_of(request, self.session), self.tokenizer)
+        length = check_length(messages, request.offered, self._most_characters)
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
-        talk, prompt = self._prompt(messages, request.offered, digests)
+        talk, prompt = await aside(length, self._prompt, messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         keep = keep_until_text(self.tokenizer, stops) if stops else None
         if on_text and not self._parsers.reads(request.offered):
@@ -411,10 +423,36 @@ def error_body(message: str, code: str | None) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def prompt_tokens(request: ChatRequest, tokenizer: Any, session: Session | None = None) -> int:
+async def prompt_tokens(
+    request: ChatRequest, tokenizer: Any, most_characters: int, session: Session | None = None
+) -> int:
     """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
     messages = accepted(messages_of(request, session), tokenizer)
-    return len(_rendered(Conversation(tokenizer, request.offered), messages))
+    length = check_length(messages, request.offered, most_characters)
+    return len(await aside(length, _rendered, Conversation(tokenizer, request.offered), messages))
+
+
+def most_characters(config: Config, tokenizer: Any) -> int:
+    """How many characters a call may have: more than fit into the model's context."""
+    longest = config.generator.max_model_len or min(tokenizer.model_max_length, MAX_CONTEXT)
+    return int(longest) * CHARACTERS_PER_TOKEN
+
+
+def check_length(messages: list[Json], tools: list[Json] | None, most_characters: int) -> int:
+    """The characters of messages and tools. Raises ApiError if they cannot fit into the model's context: to find out
+    by encoding would take minutes."""
+    length = len(json.dumps([messages, tools], ensure_ascii=False))
+    if length > most_characters:
+        why = f"the call has {length} characters, and the model takes at most {most_characters}: send less"
+        raise ApiError(why, "context_length_exceeded")
+    return length
+
+
+async def aside(length: int, work: Callable[..., T], *arguments: Any) -> T:
+    """What `work` returns for texts of so many characters: long texts would hold up all other requests."""
+    if length <= SHORT:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_ENCODING, work, *arguments)
 
 
 def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:

@@ -14,6 +14,7 @@ import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -39,6 +40,11 @@ from areal.workflows.session import Session
 from areal.workflows.tools import Tool, Tools
 
 MAX_BODY_BYTES = 32 * 2**20
+# A connection that has sent no request for this long is closed. aiohttp counts from the connection on, so the headers
+# of a request have to come within this time too, and so has its body.
+IDLE_SECONDS = 30.0
+# Time for the rest of a request that is answered before it has come.
+LINGER_SECONDS = 10.0
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
 CLOSE_SECONDS = 1.0
 # Whoever is refused for now, with one of these statuses, is told to come again after so many seconds.
@@ -83,6 +89,7 @@ class OpenAIEndpoint(Tool):
 
     model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal is
     told about each request that is answered with an error, except for errors within a stream. port: 0: any free one.
+    most_characters: of a call.
     """
 
     def __init__(
@@ -92,8 +99,10 @@ class OpenAIEndpoint(Tool):
         on_refusal: Callable[[str], None] = lambda refusal: None,
         port: int = 0,
         tls: ssl.SSLContext | None = None,
+        most_characters: int = openai_api.MAX_CHARACTERS,
     ) -> None:
         self._model = model
+        self._most_characters = most_characters
         self._host, self._listen_at, self._tls = host, port, tls
         self._on_refusal = on_refusal
         self._open: dict[str, OpenSample] = {}
@@ -105,7 +114,7 @@ class OpenAIEndpoint(Tool):
         """Answer calls for this sample until the end of the block. Calls still in progress are then cancelled."""
         port = await self.listen()
         key = f"sample-{secrets.token_urlsafe(24)}"
-        self._open[key] = sample = OpenSample(ChatSession(session))
+        self._open[key] = sample = OpenSample(ChatSession(session, self._most_characters))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             yield Access(f"http://{host}:{port}/v1", key, sample.reward_key, sample.chat)
@@ -130,6 +139,8 @@ class OpenAIEndpoint(Tool):
                     access_log=None,
                     logger=_log,
                     auto_decompress=False,
+                    keepalive_timeout=IDLE_SECONDS,
+                    lingering_time=min(IDLE_SECONDS, LINGER_SECONDS),
                 )
                 await runner.setup()
                 await web.TCPSite(runner, self._host, self._listen_at, ssl_context=self._tls).start()
@@ -188,7 +199,8 @@ class OpenAIEndpoint(Tool):
 
     async def _count(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, CountRequest)
-        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.session)
+        chat, most = sample.chat, self._most_characters
+        count = await openai_api.prompt_tokens(body.chat(), chat.tokenizer, most, chat.session)
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -205,7 +217,8 @@ class OpenAIEndpoint(Tool):
 
 
 def open_endpoint(tools: Tools) -> OpenAIEndpoint:
-    return OpenAIEndpoint(tools.config.model, tools.config.rollout_manager.endpoint_host)
+    most = openai_api.most_characters(tools.config, tools.tokenizer)
+    return OpenAIEndpoint(tools.config.model, tools.config.rollout_manager.endpoint_host, most_characters=most)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -233,8 +246,13 @@ def _error(request: web.Request, error: ApiError) -> web.Response:
 
 async def body_of(request: web.Request) -> bytes:
     """The unpacked body of the request. Raises ApiError if it does not match its declared encoding."""
-    with explain(web.RequestPayloadError, "the body cannot be read: {why}", ApiError):
-        body = await request.read()
+    slow = partial(ApiError, code="slow_body", status=408)
+    with (
+        explain(TimeoutError, f"the body has not come within {IDLE_SECONDS:.0f} s", slow),
+        explain(web.RequestPayloadError, "the body cannot be read: {why}", ApiError),
+    ):
+        async with asyncio.timeout(IDLE_SECONDS):
+            body = await request.read()
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     return body if encoding == "identity" else _unpacked(body, encoding)
 

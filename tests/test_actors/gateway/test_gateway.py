@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sqlite3
 import ssl
+import threading
 import time
 from contextlib import AsyncExitStack
 from hashlib import sha256
@@ -19,18 +20,21 @@ import pytest
 from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
+from actors.gateway.keys import LastMinute
 from actors.gateway.user_sessions import UserReward
+from actors.master.accounts import KeyRecords
 from actors.master.changes import Rewarded, Stepped
 from actors.master.run_state import RunState
 from actors.master.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch
-from actors.sampling.jobs import Call, ended
+from actors.sampling.jobs import Call, SampleFailed, ended
 from actors.sampling.sampling import Sampling
 from actors.trainer.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
 from areal.base.errors import UserError
 from areal.config import Config
+from areal.extensions.agents import openai_api, openai_endpoint
 from areal.extensions.agents.parsers import Parsed, Parsers
 from areal.rewards.result import Result
 from areal.samples.table import Generation
@@ -113,7 +117,7 @@ class City:
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
             free_sessions=lambda: self.ledger.state.room.for_sessions,
-            meter=SimpleNamespace(begin=lambda: None),
+            meter=SimpleNamespace(begin=lambda: None, keys=KeyRecords()),
         )
         self._requests = SessionRequests(run)
 
@@ -595,6 +599,226 @@ async def test_quotas_of_a_key(city):
         answers = [await user.say("hi", session=name) for name in "abcd"]
         assert [answer[0] for answer in answers] == [200, 200, 429, 429]
         assert [answer[1]["error"]["code"] for answer in answers[2:]] == ["too_many_sessions", "rate_limit_exceeded"]
+
+
+def keyed(**quotas) -> City:
+    """With one key, and its quotas."""
+    city = City(make_config(keys={"anna": {"sha256": sha256(USER.encode()).hexdigest()} | quotas}))
+    city.says = ["hello"] * 20
+    return city
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens", "responses"])
+async def test_a_call_that_cannot_fit_into_the_context_is_refused_before_it_is_encoded(path, monkeypatch):
+    config = make_config()
+    generator = config.generator.model_copy(update={"max_model_len": 256})
+    city = City(config.model_copy(update={"generator": generator}))
+    monkeypatch.setattr(openai_api, "_rendered", None)
+    async with city.gateway() as user:
+        text = "a" * 5000
+        body = {"input": text} if path == "responses" else {"messages": [{"role": "user", "content": text}]}
+        status, answer, _ = await user.ask(path, {"model": "m", **body})
+    assert status == 400 and "the model takes at most 4096" in answer["error"]["message"]
+
+
+async def test_a_long_prompt_is_encoded_beside_the_event_loop(monkeypatch):
+    city, threads, rendered = keyed(), set(), openai_api._rendered
+    monkeypatch.setattr(openai_api, "_rendered", lambda *args: threads.add(threading.get_ident()) or rendered(*args))
+    async with city.gateway() as user:
+        await user.say("a" * 5000)
+        question = {"model": "m", "messages": [{"role": "user", "content": "a" * 5000}]}
+        assert (await user.ask("messages/count_tokens", question))[1]["input_tokens"] > 5000
+    assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("POST", "sessions", {}),
+        ("GET", "sessions/unknown", None),
+        ("GET", "models", None),
+        ("DELETE", "sessions/unknown", None),
+    ],
+)
+async def test_every_request_is_a_call_of_its_key(method, path, body):
+    async with keyed(calls_per_minute=2).gateway() as user:
+        statuses = [(await user.ask(path, body, method=method))[0] for _ in range(4)]
+    assert statuses == [200, 200, 429, 429]
+
+
+async def test_as_many_answers_are_as_many_calls():
+    city = keyed(calls_per_minute=4)
+    question = {"messages": [{"role": "user", "content": "x"}]}
+    async with city.gateway() as user:
+        assert [(await user.ask("chat/completions", question | {"n": n}))[0] for n in (5, 2, 1)] == [429, 200, 200]
+    assert len(city.prompts) == 3
+
+
+async def test_an_answer_that_its_client_does_not_wait_for_is_paid_with_the_tokens_that_were_sampled():
+    city, sampled = keyed(tokens_per_minute=4), asyncio.Event()
+
+    async def endless(call):
+        tokens = np.array(TOKENIZER.encode("hello", add_special_tokens=False), np.int32)
+        call.add(Generation(tokens, np.zeros(5, np.float32), np.zeros(5, np.int32), None), None)
+        sampled.set()
+        await asyncio.Event().wait()
+
+    city.sample = endless
+    async with city.gateway() as user:
+        account = user.gateway.sessions._keys.accounts["anna"]
+        for mark in ("", "1"):
+            account.tokens, sampled = LastMinute(lambda: 0.0), asyncio.Event()
+            call = asyncio.create_task(user.say("hi", stream=True, session=f"s{mark}"))
+            await sampled.wait()
+            others = [user.say("hi", session=f"{name}{mark}") for name in "abc"]
+            assert [answer[0] for answer in await asyncio.gather(*others)] == [429] * 3, "the call is in progress"
+            call.cancel()
+            while account.reserved:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            assert account.use.tokens == 5 and (await user.say("hi", session=f"d{mark}"))[0] == 429
+        assert account.use.sessions == 2, "a call that is refused opens no session"
+
+
+async def test_sessions_that_open_at_once_are_counted_before_they_are_open(monkeypatch):
+    city, ask_master = keyed(sessions=1), City.ask_master
+
+    async def slow(*parts):
+        await asyncio.sleep(0.01)
+        return await ask_master(city, *parts)
+
+    city.ask_master = slow
+    async with city.gateway() as user:
+        answers = await asyncio.gather(*(user.say("hi", session=name) for name in "abcdefghi"))
+        assert sorted(answer[0] for answer in answers) == [200] + [429] * 8
+        (opened,) = user.gateway.sessions._sessions
+        await user.ask(f"sessions/{opened}/end", {})
+        assert (await user.say("hi", session="next"))[0] == 200, "one that has ended leaves room"
+
+
+async def test_gateways_share_the_account_of_a_key():
+    city = keyed(sessions=1, calls_per_minute=6)
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi")
+        for gateway in (user, other):
+            await gateway.gateway.sessions.share_accounts()
+        status, body, _ = await other.say("hi", session="another")
+        assert (status, body["error"]["code"]) == (429, "too_many_sessions")
+        statuses = [(await other.ask("models", method="GET"))[0] for _ in range(5)]
+        assert statuses == [200] * 4 + [429], "one call was made at the other gateway, and one here"
+
+
+@pytest.mark.parametrize("value", ["No", "NO", "false", "0", "off", "", "maybe", "yes, no"])
+async def test_whatever_is_not_yes_opts_out_of_training(city, value):
+    city.says = ["hello"] * 2
+    async with city.gateway() as user:
+        assert (await user.say("hi", X_Areal_Train=value))[2]["X-Areal-Trained"] == "no"
+        assert (await user.say("hi", session="t", X_Areal_Train=" Yes "))[2]["X-Areal-Trained"] == "yes"
+
+
+async def test_fields_that_no_template_shows_are_not_stored(city):
+    city.says = ["hello"] * 2
+    junk = "nobody reads this" * 100
+    message = {"role": "user", "content": "hi", "junk": junk}
+    body = {"model": junk, "tool_choice": {"junk": junk}, "metadata": {"session_id": "s", "more": junk}}
+    async with city.gateway() as user:
+        assert (await user.ask("chat/completions", body | {"messages": [message]}))[0] == 200
+    assert "nobody" not in notes_of(city.spool.calls("s0.0", 0)) and "hi" in notes_of(city.spool.calls("s0.0", 0))
+
+
+async def test_a_session_takes_no_more_text_than_its_trainer_can_store_with_each_call(city, monkeypatch):
+    monkeypatch.setattr("actors.gateway.user_sessions.MAX_TEXT", 500)
+    city.says = ["hello"] * 9
+    async with city.gateway() as user:
+        statuses = [(await user.say(f"{number}" * 200))[0] for number in range(4)]
+    assert statuses == [200, 200, 409, 409]
+
+
+@pytest.mark.parametrize("sent", ["", "POST /v1/mod", "head", "body"])
+async def test_a_connection_that_sends_nothing_more_is_closed(city, monkeypatch, sent):
+    monkeypatch.setattr(openai_endpoint, "IDLE_SECONDS", 0.2)
+    start = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {USER}\r\n"
+    sent = {"head": start, "body": start + "Content-Length: 9\r\n\r\n{"}.get(sent, sent)
+    async with city.gateway() as user:
+        reader, writer = await asyncio.open_connection("127.0.0.1", await user.gateway._endpoint.listen())
+        writer.write(sent.encode())
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        writer.close()
+    assert (b"408" in answer) == sent.endswith("{")
+
+
+async def test_the_sum_of_rewards_of_answers_stays_within_the_range(city):
+    city.says = [f"{number}" for number in range(5)]
+    async with city.gateway() as user:
+        for number in range(5):
+            answer = await user.say(f"question {number}")
+            assert (await user.reward(1, call=answer[1]["id"]))[0] == 200
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1e308, float("nan"), {"a": 1e60, "b": -1e60}, {"a": 1e308}, {"a" * 300: 1}, {f"{n}": 0 for n in range(5000)}],
+)
+async def test_a_reward_that_is_out_of_bounds_is_refused_and_the_session_goes_on(city, value):
+    city.says = ["hello"] * 2
+    async with city.gateway() as user:
+        await user.say("hi")
+        assert (await user.reward(value))[0] == 400
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        assert (await user.reward(1))[1]["changed"]
+
+
+async def test_no_session_has_the_name_of_those_without_one(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        hi = {"messages": [{"role": "user", "content": "hi"}]}
+        assert (await user.ask("sessions", {"id": "-"}))[0] == 400
+        assert (await user.say("hi", session="-"))[0] == 400
+        answer = await user.ask("chat/completions", hi | {"user": "-"})
+        assert answer[0] == 200 and "anna" not in user.gateway.sessions._unnamed
+
+
+async def test_the_engines_words_and_the_names_of_gateways_stay_inside(city):
+    city.says = ["hello"]
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi")
+        for path, method in (("sessions/s", "GET"), ("sessions/s", "DELETE")):
+            status, body, _ = await other.ask(path, method=method)
+            assert (status, body["error"]["code"]) == (409, "elsewhere") and "#" not in body["error"]["message"]
+
+        async def refuse(call):
+            raise SampleFailed(
+                "prompt", "the generator refused the prompt: generator/0#7 at tcp://10.0.0.1: CUDA error"
+            )
+
+        city.sample = refuse
+        status, body, _ = await user.say("hi", "hello", "and?")
+        assert status == 400 and body["error"]["message"] == (
+            "the call has failed: the policy does not take its prompt: send less"
+        )
+    assert city.ledger.state.groups.count(GroupState.OPEN) == 1, "what another gateway has is not deleted"
+
+
+async def test_nothing_is_kept_of_a_session_that_was_deleted_before_its_reward_came(tmp_path):
+    said, spool = "what the user said", Spool.open(tmp_path / "spool.db")
+
+    async def on_disk(what, use, *arguments):
+        return use(*arguments)
+
+    async def refuse(message, answer):
+        return GroupAccepted(accepted=False)
+
+    store = SampleStore(make_config(), 300, spool, None, on_disk, refuse)  # without a writer of rollouts
+    sample = ScoredSample(place=0, frame=np.frombuffer(trained().frame(), np.uint8), parts={}, discarded=0)
+    late = StoreSamples(group="s0.0", prompt_index=-1, row=said, samples=(sample,))
+    request = SimpleNamespace(sender="gateway/0#1", message=late, remaining=9.0)
+    assert not (await store.dispatch(request)).accepted
+    for file in tmp_path.iterdir():
+        assert said.encode() not in file.read_bytes(), file
+    spool.close()
 
 
 async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_answer(city):
