@@ -1,4 +1,4 @@
-"""The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
+"""The dashboard's page of sessions: those of users that are alive, how many have ended, and what each key uses."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,8 @@ class SessionPages:
 
 
 def sessions_of(record: Record) -> dict[str, Any]:
-    """What the journal says. `expires`: the last version that may train it. Raises as `read_journal`."""
+    """What the journal says, and of keys the last step's metrics. `expires`: the last version that may train it. Raises
+    as `read_journal`."""
     journal = read_journal(record)
     ledger = journal.ledger.dump()
     rows = []
@@ -58,6 +59,7 @@ def sessions_of(record: Record) -> dict[str, Any]:
     return {
         "version": ledger["version"],
         "rows": rows,
+        "keys": [{"key": name, **use} for name, use in journal.metrics.get("keys", {}).items()],
         "opened": ledger["next_session"],
         "trained": counters["sessions_trained"],
     }

@@ -132,10 +132,10 @@ class KeyConfig(Section):
     rights: list[Literal["serve", "reward", "reward_all"]] = ["serve"]
     """serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"""
     train: bool = Field(True, description="whether its sessions may be trained")
-    calls_per_minute: int | None = Field(None, ge=1, description="most calls a minute at a gateway; null: any number")
+    calls_per_minute: int | None = Field(None, ge=1, description="most requests a minute, n answers are n; null: any")
     tokens_per_minute: int | None = Field(None, ge=1)
-    """most sampled tokens a minute at each gateway; null: any number"""
-    sessions: int | None = Field(None, ge=1, description="most sessions at a time at each gateway; null: any number")
+    """most sampled tokens a minute, where an answer in progress counts with all that it may have; null: any number"""
+    sessions: int | None = Field(None, ge=1, description="most sessions that take calls at a time; null: any number")
 
 
 class GatewayConfig(Section):

@@ -80,13 +80,15 @@ class AuditFinding:
 @dataclass
 class JournalFacts:
     """What the journal says. ledger: its state at the end. logged: the groups of each step's batch, and rewards: the
-    mean reward of each group, both since the last snapshot. discarded: the prompts that it says were discarded."""
+    mean reward of each group, both since the last snapshot. discarded: the prompts that it says were discarded.
+    metrics: of the last step."""
 
     run: str
     ledger: LedgerState
     logged: dict[int, tuple[str, ...]]
     rewards: dict[str, float]
     discarded: set[int]
+    metrics: dict[str, Any]
 
 
 def run(options: Namespace) -> int:
@@ -378,11 +380,13 @@ def read_journal(record: Record) -> JournalFacts:
         snapshot, events = journal.read()
     with journal.version_errors("the snapshot"):
         ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
-    facts = JournalFacts(journal.run, ledger, {}, {}, set())
+    facts = JournalFacts(journal.run, ledger, {}, {}, set(), (snapshot or {}).get("last_step") or {})
     for kind, body in events:
         with journal.version_errors(kind):
             if kind == "rewarded":
                 facts.rewards[body["group"]] = body["mean"]
+            if kind == "stepped":
+                facts.metrics = body["metrics"]
             event = event_of(kind, body)
         if event is None:
             continue

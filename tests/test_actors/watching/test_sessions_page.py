@@ -35,6 +35,8 @@ async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_i
         if name == "anna:first":
             ledger.next_batch(0)
             ledger.commit(0)
+    use = {"calls": 2, "tokens": 64, "sessions": 1, "refused": 3}
+    journal.append("stepped", {"metrics": {"step": 1, "keys": {"anna": use}}, "groups": []})
     await journal.durable()
     async with TestClient(TestServer(application(RunView(tmp_path), "secret"))) as page:
         assert (await page.get("/sessions/list")).status == 403
@@ -44,6 +46,7 @@ async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_i
         assert "sessions" in await (await page.get("/?token=secret")).text()
     journal.close()
     assert {name: shown[name] for name in ("version", "opened", "trained")} == {"version": 1, "opened": 3, "trained": 1}
+    assert shown["keys"] == [{"key": "anna", **use}]
     open_one, ready = shown["rows"]
     assert open_one == {
         "session": "anna:<b>",
