@@ -502,8 +502,10 @@ def _taken(name: str, call: str | None) -> dict[str, Any]:
 
 def _clipped(trajectory: Trajectory, bounds: tuple[float, float]) -> Trajectory:
     """The sample with a reward within the bounds, which a sum of rewards of answers may leave."""
-    returns = None if trajectory.returns is None else trajectory.returns.clip(*bounds)
-    return replace(trajectory, reward=float(np.clip(trajectory.reward, *bounds)), returns=returns)
+    changes: dict[str, Any] = {"reward": float(np.clip(trajectory.reward, *bounds))}
+    if trajectory.returns is not None:
+        changes["returns"] = trajectory.returns.clip(*bounds)
+    return replace(trajectory, **changes)
 
 
 def _check_holder(answer: SessionAnswer) -> None:

@@ -617,6 +617,8 @@ class SimTokenizer(ModelTokenizer):
 class TalkTokenizer(SimTokenizer):
     """Also takes what users write, and what was said to them."""
 
+    model_max_length = 1 << 20
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         words = text if text.isdecimal() else f"{crc32(text.encode())}"
         return super().encode(words, add_special_tokens=add_special_tokens)
