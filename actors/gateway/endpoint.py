@@ -125,8 +125,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         if isinstance(messages, list) and len(messages) > self._settings.max_messages:
             raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
         session_name = own_session or f"{account.name}:{_session_id(request, data)}"
-        asked = request.headers.getall("X-Areal-Train", ["yes"])
-        train = account.settings.train and all(value.strip().lower() == "yes" for value in asked)
+        wishes = request.headers.getall("X-Areal-Train", ["yes"])
+        train = account.settings.train and all(value.strip().lower() == "yes" for value in wishes)
         mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
         is_first = not mark and retries == "0"  # the same may be asked twice
         if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
@@ -163,8 +163,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         owner = owner or account.name
         session = f"{owner}:{_checked(number)}"
         of_all = own_session is None and "reward_all" in {*rights} & {*account.settings.rights}
-        own = owner == account.name and own_session in (None, session)
-        if owner not in self._keys.accounts or not (own or of_all):
+        is_own = owner == account.name and own_session in (None, session)
+        if owner not in self._keys.accounts or not (is_own or of_all):
             raise ApiError("this key has no such session", "not_found", 404)
         account.check_right(*rights)
         return session

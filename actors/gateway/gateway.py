@@ -13,7 +13,6 @@ one that was lost.
 """
 
 import asyncio
-from functools import partial
 from typing import Any, Self
 
 import structlog
@@ -53,10 +52,10 @@ class Gateway(Actor):
         keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         self.sessions = OpenSessions(member, sampling, keys)
         port = self._settings.port and self._settings.port + (member.index or 0)
-        count_refusal = partial(self.sessions.count, "refused")
-        most = most_characters(self.config, sampling.services.tokenizer)
+        sessions = self.sessions
+        limit = most_characters(self.config, sampling.services.tokenizer)
         self._endpoint = GatewayEndpoint(
-            self.config.name, self._settings, port, keys, self.sessions, lambda refusal: count_refusal(), most
+            self.config.name, self._settings, port, keys, sessions, lambda refusal: sessions.count("refused"), limit
         )
         member.used.push_async_callback(self.sessions.close)
         member.used.push_async_callback(self._endpoint.close)

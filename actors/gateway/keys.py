@@ -122,12 +122,12 @@ class UserKeys:
     def identify(self, key: str) -> tuple[KeyAccount, str | None]:
         """The account of a key, and the session if it is one's own. Raises ApiError."""
         digest = sha256(key.encode()).hexdigest()
-        known: tuple[KeyAccount, str | None] | None = self._of_sessions.get(digest)
+        holder: tuple[KeyAccount, str | None] | None = self._of_sessions.get(digest)
         for account in self.accounts.values():  # all of them, so that the time tells nothing
             if hmac.compare_digest(account.settings.sha256, digest):
-                known = account, None
-        if known:
-            return known
+                holder = account, None
+        if holder:
+            return holder
         raise ApiError("this API key is not known here", "invalid_api_key", 401)
 
     def key_for(self, session: str) -> str:

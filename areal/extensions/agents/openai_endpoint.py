@@ -199,8 +199,8 @@ class OpenAIEndpoint(Tool):
 
     async def _count(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, CountRequest)
-        chat, most = sample.chat, self._most_characters
-        count = await openai_api.prompt_tokens(body.chat(), chat.tokenizer, most, chat.session)
+        chat, limit = sample.chat, self._most_characters
+        count = await openai_api.prompt_tokens(body.chat(), chat.tokenizer, limit, chat.session)
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -217,8 +217,8 @@ class OpenAIEndpoint(Tool):
 
 
 def open_endpoint(tools: Tools) -> OpenAIEndpoint:
-    most = openai_api.most_characters(tools.config, tools.tokenizer)
-    return OpenAIEndpoint(tools.config.model, tools.config.rollout_manager.endpoint_host, most_characters=most)
+    limit = openai_api.most_characters(tools.config, tools.tokenizer)
+    return OpenAIEndpoint(tools.config.model, tools.config.rollout_manager.endpoint_host, most_characters=limit)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
