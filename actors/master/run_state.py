@@ -426,10 +426,10 @@ class RunState:
             setattr(self, name, dump[name])
 
 
-def _shorten(known: dict[str, Any]) -> None:
+def _shorten(receipts: dict[str, Any]) -> None:
     """Forget the oldest entries beyond RECEIPTS."""
-    while len(known) > RECEIPTS:
-        del known[next(iter(known))]
+    while len(receipts) > RECEIPTS:
+        del receipts[next(iter(receipts))]
 
 
 def _conditions_of(config: Config) -> str:

@@ -197,12 +197,12 @@ class Mixture(PromptSource):
         self._block = functools.lru_cache(maxsize=2 + len(sources))(self._mixed)
 
     def key(self, index: int) -> int:
-        which, own = self._place(index)
-        return self._sources[which].key(own) * len(self._sources) + which
+        which, number = self._place(index)
+        return self._sources[which].key(number) * len(self._sources) + which
 
     def _row(self, index: int) -> Row:
-        which, own = self._place(index)
-        return self._sources[which].row(own)
+        which, number = self._place(index)
+        return self._sources[which].row(number)
 
     def _place(self, index: int) -> tuple[int, int]:
         """The source of a training index, and the training index there."""

@@ -131,12 +131,18 @@ class SamplingFields(BaseModel, extra="allow"):
                 continue
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
-            elif (own := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, own, value) == ("top_k", 0, -1):
+            elif (ours := getattr(sampling, name, NEUTRAL.get(name))) == value or (
+                name,
+                ours,
+                value,
+            ) == ("top_k", 0, -1):
                 continue
             elif name in NEUTRAL:
                 reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
             else:
-                reason = f"this sample is drawn at {own:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
+                reason = (
+                    f"this sample is drawn at {ours:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
+                )
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 

@@ -196,10 +196,10 @@ class SandboxEnvironment:
     async def _put_tests(self, sandbox: Sandbox) -> bool:
         """Whether the tests could be put in place of what the policy has left there."""
         task = self.task
-        left = [*_reward_files(task.reward_file)] if task.reward_file else []
+        leftovers = [*_reward_files(task.reward_file)] if task.reward_file else []
         if task.tests_folder:
-            left.append(TESTS)
-        if left and (await sandbox.exec("rm", "-rf", *left, seconds=self._timeout)).status != 0:
+            leftovers.append(TESTS)
+        if leftovers and (await sandbox.exec("rm", "-rf", *leftovers, seconds=self._timeout)).status != 0:
             return False
         if not await written(sandbox, task.tests, self._timeout):
             return False
