@@ -9,7 +9,8 @@ one that was lost.
 |---|---|---|
 | endpoint | requests of users | their answers |
 | renew leases | a quarter of a lease | keeps its sessions, adopts those that were left |
-| watch | 1 s | shares the accounts of keys, ends what is idle, expires what has no reward in time |
+| watch | 1 s | ends what is idle, expires what has no reward in time |
+| share accounts | 1 s | tells what keys have used here, and hears what they have used elsewhere |
 """
 
 import asyncio
@@ -69,6 +70,7 @@ class Gateway(Actor):
         await self.member.become_healthy()
         self.member.spawn(self._renew_leases(), "renew leases")
         self.member.spawn(self._watch(), "watch sessions")
+        self.member.spawn(self._share_accounts(), "share accounts")
 
     async def hand_over(self) -> None:
         """Let the calls in progress end. Other gateways go on with the sessions."""
@@ -94,5 +96,9 @@ class Gateway(Actor):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await self.sessions.share_accounts()
             await self.sessions.look()
+
+    async def _share_accounts(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self.sessions.share_accounts()

@@ -32,7 +32,7 @@ def interface_towards(hosts: Iterable[str]) -> str | None:
             address = own_address(host, family=socket.AF_INET)
             if not ipaddress.ip_address(address).is_loopback:
                 interfaces = psutil.net_if_addrs().items()
-                return next((name for name, owns in interfaces if address in [own.address for own in owns]), None)
+                return next((name for name, owns in interfaces if address in [entry.address for entry in owns]), None)
     return None
 
 

@@ -119,8 +119,8 @@ class History:
         key = self.source.key(index)
         self.last = index
         self._parts()[key % len(self.source.shares)].last = index
-        if known := self.rows.get(key):
-            known.index, known.prompt, known.choices = index, prompt, known.choices + 1
+        if row := self.rows.get(key):
+            row.index, row.prompt, row.choices = index, prompt, row.choices + 1
         else:
             self.rows[key] = RowHistory(index, prompt)
 

@@ -149,8 +149,8 @@ def warm_up(
             optimizer.zero_grad()
         number = step + 1
         if progress and (number % 40 == 0 or number == recipe.steps):
-            left = (time.monotonic() - began) / number * (recipe.steps - number)
-            progress(f"the quickstart's model: step {number} of {recipe.steps}, loss {loss:.3f}, {left:.0f} s left")
+            seconds = (time.monotonic() - began) / number * (recipe.steps - number)
+            progress(f"the quickstart's model: step {number} of {recipe.steps}, loss {loss:.3f}, {seconds:.0f} s left")
 
 
 class Muon(torch.optim.Optimizer):

@@ -131,18 +131,12 @@ class SamplingFields(BaseModel, extra="allow"):
                 continue
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
-            elif (ours := getattr(sampling, name, NEUTRAL.get(name))) == value or (
-                name,
-                ours,
-                value,
-            ) == ("top_k", 0, -1):
+            elif (run := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, run, value) == ("top_k", 0, -1):
                 continue
             elif name in NEUTRAL:
                 reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
             else:
-                reason = (
-                    f"this sample is drawn at {ours:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
-                )
+                reason = f"this sample is drawn at {run:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
