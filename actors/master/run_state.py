@@ -92,9 +92,7 @@ class RunState:
         prompts = config.steps * config.batch_size
         self.history = History(source if chooses else None, config.seed, config.group_size, prompts)
         self._rows = None if source is None else source.rows
-        self.masters = 0
-        self.lineage = -1
-        self.trainer = ""
+        self.masters, self.lineage, self.trainer = 0, -1, ""
         self.policy = Policy(lineage=0, version=0, folder=config.model)
         self.checkpoint_version = 0
         self.checkpoint: str | None = None
@@ -426,10 +424,10 @@ class RunState:
             setattr(self, name, dump[name])
 
 
-def _shorten(receipts: dict[str, Any]) -> None:
+def _shorten(entries: dict[str, Any]) -> None:
     """Forget the oldest entries beyond RECEIPTS."""
-    while len(receipts) > RECEIPTS:
-        del receipts[next(iter(receipts))]
+    while len(entries) > RECEIPTS:
+        del entries[next(iter(entries))]
 
 
 def _conditions_of(config: Config) -> str:

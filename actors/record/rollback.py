@@ -80,11 +80,11 @@ def _take_state(config: Config, state: RunState, version: int, agreed: bool) -> 
     state.journal.compact(state.dump())
     asyncio.run(state.journal.durable())
     rows = [group["group_id"] for group in alive if not is_session(group["group_id"])]
-    kept, lost = len(spooled.intersection(rows)), len({*ready}.intersection(rows) - spooled)
+    in_spool, lost = len(spooled.intersection(rows)), len({*ready}.intersection(rows) - spooled)
     lines = [
         f"The run goes back from step {newest} to step {version}; what came after is in {abandoned}. "
-        f"Of the groups that were alive at that step, {kept} are ready in the spool, and the prompts of "
-        f"{len(rows) - kept} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
+        f"Of the groups that were alive at that step, {in_spool} are ready in the spool, and the prompts of "
+        f"{len(rows) - in_spool} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
     ]
     if undone:
         lines.append(
@@ -111,13 +111,13 @@ def _keep_samples(spool: Path, groups: list[str], abandoned: Path) -> int:
     if not groups or not spool.exists():
         return 0
     with closing(Spool.open(spool)) as opened:
-        whole = [opened.get([group])[0] for group in groups if _is_whole(opened, group, 1)]
-    if whole:
+        samples = [opened.get([group])[0] for group in groups if _is_whole(opened, group, 1)]
+    if samples:
         abandoned.mkdir(parents=True, exist_ok=True)
-        with closing(Spool.open(abandoned / SESSIONS)) as kept:
-            for group in whole:
-                kept.put_all({0: SpoolPart(group, group.trajectories[0].frame())}, 1)
-    return len(whole)
+        with closing(Spool.open(abandoned / SESSIONS)) as copy:
+            for group in samples:
+                copy.put_all({0: SpoolPart(group, group.trajectories[0].frame())}, 1)
+    return len(samples)
 
 
 def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
