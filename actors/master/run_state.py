@@ -222,14 +222,14 @@ class RunState:
                 self.ledger.state.apply(event)
         check_invariants(self.ledger.state)
 
-    def become_fork(self, other: "RunState", past: dict[str, Any], *, keeps_history: bool) -> None:
-        """Become, as a new run does, the state `past` of another run, whose newest state is `other`. keeps_history: of
+    def become_fork(self, parent: "RunState", past: dict[str, Any], *, keeps_history: bool) -> None:
+        """Become, as a new run does, the state `past` of another run, whose newest state is `parent`. keeps_history: of
         the rows, which are the same."""
         history, run_ahead = self.history.dump(), self.run_ahead.dump()
-        self._load(other.dump())
+        self._load(parent.dump())
         history = past.get("history", history) if keeps_history else history
         self.go_back(past | {"run_ahead": run_ahead, "history": history}, ())
-        self.rollbacks, self.abandoning = other.rollbacks, None
+        self.rollbacks, self.abandoning = parent.rollbacks, None
 
     # --- the ledger's own events
 

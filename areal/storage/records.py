@@ -45,15 +45,15 @@ def whole_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _move_damaged(path: Path, aside: Path) -> None:
     """A crash in between leaves the damaged lines in both files, and the next call appends them again."""
-    whole = path.with_name(f"{path.name}.tmp")
-    whole.unlink(missing_ok=True)
-    with path.open("rb") as lines, whole.open("xb") as kept, aside.open("ab") as moved:
+    rewritten = path.with_name(f"{path.name}.tmp")
+    rewritten.unlink(missing_ok=True)
+    with path.open("rb") as lines, rewritten.open("xb") as whole_lines, aside.open("ab") as moved:
         for line in lines:  # a long run has gigabytes of them
-            (moved if record_of(line, path.name) is None else kept).write(line)
-        for file in (moved, kept):
+            (moved if record_of(line, path.name) is None else whole_lines).write(line)
+        for file in (moved, whole_lines):
             file.flush()
             os.fsync(file.fileno())
-    rename(whole, path)
+    rename(rewritten, path)
 
 
 def set_aside(path: Path, older: Path) -> None:

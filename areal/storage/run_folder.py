@@ -224,12 +224,12 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     has trained `version`. Raises UserError if the journal is the older, or if they are not of one run."""
     journal, metrics, newest = folder / JOURNAL, folder / METRICS, last_checkpoint(folder)
     # The checkpoint of a step may be on disk before the step is in the journal.
-    kept = {str(newest): version_of(newest) - 1} if newest else {}
+    steps = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
     for record in metrics_of(folder):
-        kept[str(metrics)] = record["step"]
+        steps[str(metrics)] = record["step"]
         runs.add(record.get("run"))
-    for name, step in kept.items():
+    for name, step in steps.items():
         if step > version:
             raise UserError(
                 f"{journal} is not whole: it ends at step {version}, and {name} is of a later one. Put back the newer "

@@ -297,10 +297,10 @@ class Spool:
                 f"with): {ways_on(self._file.parent)}"
             )
         fields = json.loads(note)
-        other = (
+        message = (
             f"The spool {self._file} was written by another version of this program (group {group_id}: {{why}}): go on "
         )
-        with explain((TypeError, ValueError), f"{other}with the run by that version.", SpoolDamage):
+        with explain((TypeError, ValueError), f"{message}with the run by that version.", SpoolDamage):
             notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in _SEQUENCES}),)
             return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
