@@ -131,7 +131,7 @@ def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) ->
 
     ranks: those that compute a row together. longest: the most tokens of a sequence; None: the model's limit.
     """
-    sizes, kind = _sizes(folder), _text_type(folder)
+    sizes, kind = sizes_of(folder), _text_type(folder)
     if why := _why_untrainable(_read_config(folder), sizes, kind, longest or context_of(folder) or sys.maxsize):
         raise UserError(f"The model {folder} cannot be trained: {why}.")
     heads = sizes.get("num_attention_heads", ranks)
@@ -188,7 +188,7 @@ def is_wrapper(folder: Path) -> bool:
 
 def _text_type(folder: Path) -> str | None:
     """The type of the text model in `folder`, as transformers computes it; None if config.json does not say."""
-    kind, of_text = _read_config(folder).get("model_type"), _sizes(folder).get("model_type")
+    kind, of_text = _read_config(folder).get("model_type"), sizes_of(folder).get("model_type")
     if kind is not None and of_text is None:
         of_text = f"{kind}_text"
     return TEXT_TYPES.get(of_text, of_text) if of_text else kind
@@ -196,7 +196,7 @@ def _text_type(folder: Path) -> str | None:
 
 def flash_computes(folder: Path) -> bool:
     """Whether flash attention 2 computes the attention of the model in `folder`: it has neither sinks nor chunks."""
-    sizes = _sizes(folder)
+    sizes = sizes_of(folder)
     chunked = "chunked_attention" in (sizes.get("layer_types") or ()) or sizes.get("attention_chunk_size")
     return not chunked and "s_aux=" not in _code_of(_text_type(folder))
 
@@ -232,7 +232,7 @@ def is_mixture(folder: Path) -> bool:
 
 def mixture_of(folder: Path) -> tuple[str | None, int]:
     """The kind of the model in `folder`, and the experts of a layer; 0 if it has none. Raises UserError."""
-    counts = [_sizes(folder).get(name) or 0 for name in EXPERTS]
+    counts = [sizes_of(folder).get(name) or 0 for name in EXPERTS]
     most = (max(count, default=0) if isinstance(count, list) else count for count in counts)  # that of each layer
     return _text_type(folder), max(most)
 
@@ -285,7 +285,7 @@ class Routing(NamedTuple):
 
 def routing_of(folder: Path) -> Routing:
     """How the model in `folder` routes. Raises UserError if its experts cannot be replayed."""
-    sizes = _sizes(folder)
+    sizes = sizes_of(folder)
     experts = next((sizes[name] for name in EXPERTS if sizes.get(name)), 0)
     kind, chosen = sizes.get("model_type"), sizes.get("num_experts_per_tok") or 0
     if kind not in GATES or not chosen > 1 or not chosen < experts:
@@ -299,13 +299,13 @@ def routing_of(folder: Path) -> Routing:
 def ties_head(folder: Path) -> bool | None:
     """Whether config.json says that the head is the embeddings; None: it does not say. Raises UserError."""
     key, facts = "tie_word_embeddings", _read_config(folder)
-    tied: bool | None = _sizes(folder).get(key, facts.get(key))
+    tied: bool | None = sizes_of(folder).get(key, facts.get(key))
     return tied
 
 
 def context_of(folder: Path) -> int | None:
     """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
-    sizes = _sizes(folder)
+    sizes = sizes_of(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
     kind, factor = _rope(sizes)
     # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
@@ -314,7 +314,7 @@ def context_of(folder: Path) -> int | None:
 
 def default_context(folder: Path) -> int | None:
     """The same as vLLM takes it where no `max_model_len` is set: with LongRoPE, the length before its extension."""
-    sizes = _sizes(folder)
+    sizes = sizes_of(folder)
     if _rope(sizes)[0] in ("longrope", "su") and (length := sizes.get("original_max_position_embeddings")):
         return int(length)
     return context_of(folder)
@@ -353,7 +353,7 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
         raise UserError(f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate here.")
     if not is_mixture(folder):
         return
-    kind, sizes = f"the model {folder} is a mixture of experts", _sizes(folder)
+    kind, sizes = f"the model {folder} is a mixture of experts", sizes_of(folder)
     dense = sizes.get("first_k_dense_replace") or 0
     if not cuda and sizes.get("kv_lora_rank") and dense < (sizes.get("num_hidden_layers") or 1):
         raise UserError(
@@ -371,7 +371,7 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
         )
 
 
-def _sizes(folder: Path) -> dict[str, Any]:
+def sizes_of(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
     sizes = _read_config(folder)
     return sizes.get("text_config") or sizes

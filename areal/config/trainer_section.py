@@ -107,6 +107,8 @@ class TrainerConfig(Section):
     expert_parallel: int = Field(1, ge=1)
     """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
     (docs/models.md)"""
+    tensor_parallel: int = Field(1, ge=1)
+    """ranks that compute each row together, each with a part of the heads and of the inner features (docs/models.md)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
@@ -277,8 +279,7 @@ class TrainerConfig(Section):
             )
         if self.compile and self.zero_stage == 3:
             yield "trainer.compile cannot compile layers whose weights are gathered: lower trainer.zero_stage"
-        if self.expert_parallel > 1 and self.lora:
-            yield "trainer.lora trains no experts, which trainer.expert_parallel divides: leave out one of the two"
+        yield from self._conflicts_of_division()
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
         yield from self._conflicts_of_loss()
         if self.teacher_coef and not self.teacher:
@@ -293,6 +294,24 @@ class TrainerConfig(Section):
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
                 f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
             )
+
+    def _conflicts_of_division(self) -> Iterator[str]:
+        if self.expert_parallel > 1 and self.lora:
+            yield "trainer.lora trains no experts, which trainer.expert_parallel divides: leave out one of the two"
+        if self.tensor_parallel > 1:
+            beside = {
+                "lora": self.lora,
+                "compile": self.compile,
+                "sequence_parallel": self.sequence_parallel > 1,
+                "expert_parallel": self.expert_parallel > 1,
+            }
+            for key in (key for key, is_set in beside.items() if is_set):
+                yield f"trainer.tensor_parallel does not go with trainer.{key}: leave out one of the two"
+            if self.zero_stage == 3 and self.kl_coef and not self.reference_scorer:
+                yield (
+                    "trainer.tensor_parallel at ZeRO 3 has no room for a reference model: lower trainer.zero_stage, or "
+                    "set trainer.reference to a scorer"
+                )
 
     def _conflicts_of_loss(self) -> Iterator[str]:
         if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):

@@ -132,7 +132,8 @@ class TrainingState:
     def copy(self, run: str = "") -> Share:
         """Copy this rank's share of the state to host memory: 12 bytes per parameter, divided by the number of ranks
         (all ranks; they need not be in step). run: the identity of the run, which is stored, too."""
-        parts = list(self._share())
+        saves = {name: self._stage == 0 or self._division.saves(p) for name, p in self._parameters.items()}
+        parts = [part for part in self._share() if saves[part.name]]
         tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
         for kind, flat in tensors.items():
             for part, elements in _cut(flat, parts):
@@ -146,8 +147,9 @@ class TrainingState:
             "shares": dist.get_world_size(),
             "optimizer_steps": self._engine.lr_scheduler.last_epoch,
             "adam_steps": {
-                self._division.name(name): self._adam_step(parameter).item()
+                stored: self._adam_step(parameter).item()
                 for name, parameter in self._parameters.items()
+                for stored in self._division.shapes(name, parameter)
             },
             "shapes": self._shapes(),
         }
@@ -157,7 +159,8 @@ class TrainingState:
         return self._engine.basic_optimizer.state[parameter if self._stage == 0 else self._optimized()[0]]["step"]
 
     def _shapes(self) -> dict[str, list[int]]:
-        return {self._division.name(name): self._division.shape(name, p) for name, p in self._parameters.items()}
+        shapes = [self._division.shapes(name, parameter) for name, parameter in self._parameters.items()]
+        return {name: shape for of_parameter in shapes for name, shape in of_parameter.items()}
 
     # --- loading
 
@@ -249,7 +252,7 @@ class _StoredState:
             if self.facts["shapes"] != shapes:
                 raise UserError(
                     f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora, or "
-                    f"only one of the two has a trainer.critic."
+                    f"only one of the two has a trainer.critic, or they have another trainer.tensor_parallel."
                 )
             self._shares: list[Any] = []
             self._places: dict[str, list[tuple[Fragment, int, int]]] = {name: [] for name in shapes}

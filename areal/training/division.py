@@ -16,6 +16,7 @@ from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
 from areal.models import Routing
 from areal.training.routes import RouteReplay
+from areal.training.ulysses import SequenceGroup
 
 
 class Fragment(NamedTuple):
@@ -31,7 +32,9 @@ class Fragment(NamedTuple):
 
 
 class Division:
-    """No division."""
+    """No division. ranks_a_row: how many ranks compute the same rows, each with its part of the weights."""
+
+    ranks_a_row = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,11 +44,15 @@ class Division:
     def name_groups(self, groups: list[dict[str, Any]]) -> None:
         """Give names to Adam's groups of parameters, if DeepSpeed needs names."""
 
+    def together(self, size: int) -> SequenceGroup:
+        """The ranks that compute rows together (all ranks). size: `trainer.sequence_parallel`."""
+        return SequenceGroup(size)
+
     def begin(self, module: torch.nn.Module) -> None:
         """Note the parameters of the model before DeepSpeed divides it."""
 
-    def find(self, module: torch.nn.Module) -> None:
-        """Find the parts of the model that DeepSpeed has divided."""
+    def find(self, engine: Any) -> None:
+        """Find the parts of the model that DeepSpeed's `engine` has divided."""
 
     def route_replay(self, module: torch.nn.Module, routing: Routing) -> RouteReplay:
         """What gives the model's routers the experts of sampling."""
@@ -71,22 +78,27 @@ class Division:
         """The number of this rank among the ranks that have the same part of a parameter, and how many these are."""
         return dist.get_rank(), dist.get_world_size()
 
+    def saves(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank saves its partition of a parameter by ZeRO. Of ranks with the same one, one does."""
+        return True
+
     def name(self, parameter: str) -> str:
-        """The name in the undivided model of the tensor that a parameter is a part of."""
+        """The name, in a checkpoint, of the tensor that this rank's parameter is a part of."""
         return parameter
 
-    def shape(self, name: str, parameter: torch.nn.Parameter) -> list[int]:
-        """The shape of that tensor."""
-        return list(getattr(parameter, "ds_shape", parameter.shape))
+    def shapes(self, name: str, parameter: torch.nn.Parameter) -> dict[str, list[int]]:
+        """The shapes of the tensors in a checkpoint, by name, of which all ranks' parameters of this name are parts."""
+        return {self.name(name): list(getattr(parameter, "ds_shape", parameter.shape))}
 
     def place(self, part: Fragment) -> Iterator[Fragment]:
-        """Where the elements of a part of this rank's parameter lie in the undivided model, in their order."""
-        yield part
+        """Where the elements of a part of this rank's parameter lie in these tensors, in their order."""
+        yield part._replace(name=self.name(part.name))
 
 
 def division_of(config: TrainerConfig, folder: Path) -> Division:
     """The division that the configuration asks for. Raises UserError if the model in `folder` cannot be divided so."""
-    if config.expert_parallel > 1:
-        division: Division = extensions.find("division", "experts", "trainer.expert_parallel")(config, folder)
-        return division
+    for key, name in {"expert_parallel": "experts", "tensor_parallel": "tensors"}.items():
+        if getattr(config, key) > 1:
+            division: Division = extensions.find("division", name, f"trainer.{key}")(config, folder)
+            return division
     return Division()

@@ -56,7 +56,7 @@ from areal.training.packed import FlatBatch, PackedRow
 from areal.training.passes import Passes
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
-from areal.training.ulysses import SequenceGroup, register
+from areal.training.ulysses import register
 from areal.weights.chunks import Manifest
 from areal.weights.lora import add_adapters
 
@@ -168,7 +168,8 @@ class TrainingEngine:
         self._reader = ModelReader(config, self._stage, attention, longest)
         self._division = division_of(config, model)
         check_settings(settings | self._division.options)
-        self._together = SequenceGroup(config.sequence_parallel)
+        self._together = self._division.together(config.sequence_parallel)
+        self._ranks_a_row = self._together.size * self._division.ranks_a_row
         register(attention)
         head, groups = self._prepare_model()
         self.algorithm = algorithm_of(policy, config, self.vocab_size)
@@ -182,7 +183,6 @@ class TrainingEngine:
         self.passes.fit(self._module, head, self._reader.longest)
         if config.compile:
             self.passes.compile(self._module, head)
-        self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
         adapters = config.lora is not None
@@ -211,6 +211,7 @@ class TrainingEngine:
             self._module.value_head = head.add_critic(config.critic)
             groups.append(value_head_group(self._module.value_head, config.critic.lr))
         self._critic = head.critic
+        self._operations = Operations(self._module)
         self._division.name_groups(groups)
         return head, groups
 
@@ -226,7 +227,7 @@ class TrainingEngine:
                 config=settings,
                 lr_scheduler=lambda optimizer: learning_rates(optimizer, self.config, optimizer_steps),
             )
-        self._division.find(self._module)
+        self._division.find(self._deepspeed)
         self._trained = _trainable(self._module)
         self._published = {name: p for name, p in self._trained.items() if not name.startswith("value_head.")}
         if self._stage == 0 and self.world_size == 1:
@@ -387,7 +388,7 @@ class TrainingEngine:
             for row in self.passes.rows(flat, trained, members):
                 logp, _, *values = self.passes.forward(module or self._deepspeed, row, temperature)
                 found[:, torch.from_numpy(row.batch_index)] = torch.stack([logp, *values]).cpu()
-                tally.operations += self._operations.of(row, backward=False) / self._together.size
+                tally.operations += self._operations.of(row, backward=False) / self._ranks_a_row
                 self.work_done += 1
         return self.messages.sum(found, counts=self._together.first)
 
@@ -425,10 +426,11 @@ class TrainingEngine:
                 loss = out.loss
                 if self._critic and out.value_loss is not None:
                     loss = out.value_loss + self._critic.policy_share * loss
-                tally.operations += self._operations.of(row, backward=True) / self._together.size
+                tally.operations += self._operations.of(row, backward=True) / self._ranks_a_row
             with tally.clock("backward"):
-                # DeepSpeed averages over ranks, but the gradient has to be a sum over ranks.
-                self._deepspeed.backward((loss * row.columns["weights"]).sum() * self.world_size)
+                # DeepSpeed averages over ranks with other rows, but the gradient has to be a sum over these.
+                ranks = self.world_size // self._division.ranks_a_row
+                self._deepspeed.backward((loss * row.columns["weights"]).sum() * ranks)
             self.work_done += 1
         with tally.clock("optimizer"):
             self._optimizer_step(tally, moves=bool(self.messages.sum(moving.cpu(), counts=self._together.first)))

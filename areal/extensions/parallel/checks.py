@@ -4,7 +4,7 @@ from pathlib import Path
 
 from areal.base.errors import UserError
 from areal.config.trainer_section import TrainerConfig
-from areal.models import mixture_of
+from areal.models import mixture_of, sizes_of
 
 PRESETS = {
     "mixtral": "mixtral",
@@ -15,6 +15,8 @@ PRESETS = {
     "deepseek_v3": "deepseek_v3",
 }
 """AutoEP's name for a kind of model, by its model_type."""
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Kinds of models whose layers `divided_tensors` knows."""
 
 
 def check_experts(config: TrainerConfig, folder: Path, ranks: int) -> None:
@@ -32,3 +34,23 @@ def check_experts(config: TrainerConfig, folder: Path, ranks: int) -> None:
     else:
         return
     raise UserError(f"trainer.expert_parallel is {size}, but {why}.")
+
+
+def check_tensors(config: TrainerConfig, folder: Path, ranks: int) -> None:
+    """Raises UserError if the model in `folder` cannot be divided as the configuration says. ranks: of the trainer."""
+    size = config.tensor_parallel
+    if size == 1:
+        return
+    kind, sizes = mixture_of(folder)[0], sizes_of(folder)
+    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    uneven = next((key for key in keys if (sizes.get(key) or 0) % size), None)
+    if kind not in DENSE or sizes.get("attention_bias") or sizes.get("mlp_bias"):
+        biased = " with biases" if kind in DENSE else ""
+        why = f"the model {folder} of the kind {kind}{biased} is none that is divided: {', '.join(DENSE)} are"
+    elif uneven:
+        why = f"the model {folder} has {uneven} {sizes[uneven]}: set it to a divisor of that"
+    elif ranks % size:
+        why = f"the number of the trainer's ranks is {ranks}: make that a multiple of it"
+    else:
+        return
+    raise UserError(f"trainer.tensor_parallel is {size}, but {why}.")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areal.config.trainer_section import TrainerConfig
 from areal.extensions.parallel.checks import PRESETS, check_experts
+from areal.extensions.parallel.norms import clip_divided
 from areal.models import Routing, mixture_of
 from areal.training.division import Division, Fragment
 from areal.training.routes import RouteReplay
@@ -50,15 +51,15 @@ class DividedExperts(Division):
     def begin(self, module: torch.nn.Module) -> None:
         self._before = {name: id(tensor) for name, tensor in _tensors(module).items()}
 
-    def find(self, module: torch.nn.Module) -> None:
+    def find(self, engine: Any) -> None:
         from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
         from deepspeed.utils import groups
 
         self._group = groups._get_expert_parallel_group(f"ep_size_{self._size}")
         self._holders = groups._get_expert_data_parallel_group(f"ep_size_{self._size}")
-        layers = [name for name, part in module.named_modules() if isinstance(part, AutoEPMoELayer)]
+        layers = [name for name, part in engine.module.named_modules() if isinstance(part, AutoEPMoELayer)]
         known = {number: name for name, number in self._before.items()}
-        for name, tensor in _tensors(module).items():
+        for name, tensor in _tensors(engine.module).items():
             if layer := next((layer for layer in layers if name.startswith(f"{layer}.")), None):
                 self._names[name] = known.get(id(tensor)) or self._source(layer, name)
                 if _is_divided(tensor):
@@ -99,17 +100,7 @@ class DividedExperts(Division):
         return joined
 
     def clip(self, parameters: Iterable[torch.nn.Parameter], largest: float) -> Tensor:
-        gradients = [(p.grad, _is_divided(p)) for p in parameters if p.grad is not None]
-        here, everywhere = (
-            sum((grad.double().square().sum() for grad, divided in gradients if divided == which), torch.zeros(()))
-            for which in (True, False)
-        )
-        squares = here.to(gradients[0][0].device, torch.float64)
-        dist.all_reduce(squares, group=self._group)
-        norm = (squares + everywhere).sqrt().float()
-        for grad, _ in gradients:
-            grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_ does
-        return norm
+        return clip_divided(parameters, _is_divided, largest, self._group)
 
     def holders(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         if not _is_divided(parameter):
@@ -119,17 +110,17 @@ class DividedExperts(Division):
     def name(self, parameter: str) -> str:
         return self._names.get(parameter, parameter)
 
-    def shape(self, name: str, parameter: torch.nn.Parameter) -> list[int]:
-        shape = super().shape(name, parameter)
-        if not _is_divided(parameter):
-            return shape
-        return [self._experts, shape[1] * (1 if name.endswith("w2") else 2), *shape[2:]]
+    def shapes(self, name: str, parameter: torch.nn.Parameter) -> dict[str, list[int]]:
+        ((stored, shape),) = super().shapes(name, parameter).items()
+        if _is_divided(parameter):
+            shape = [self._experts, shape[1] * (1 if name.endswith("w2") else 2), *shape[2:]]
+        return {stored: shape}
 
     def place(self, part: Fragment) -> Iterator[Fragment]:
-        name, size = self.name(part.name), self._sizes.get(part.name)
-        if size is None:
-            yield Fragment(name, part.start, part.stop)
+        if (size := self._sizes.get(part.name)) is None:
+            yield from super().place(part)
             return
+        name = self.name(part.name)
         half = HALVES[part.name.rpartition(".")[2]][1]
         step, skipped = (size, 0) if half is None else (2 * size, half * size)
         first = dist.get_rank(self._group) * (self._experts // self._size)
