@@ -17,6 +17,8 @@ from areal.base.errors import UserError, explain
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 KINDS = (*TEXT_KINDS, *(kind + ending for kind in TEXT_KINDS for ending in COMPRESSED), ".parquet")
+# A compressed file has at most so many times its bytes unpacked, or at most so many: rows of text have a twentieth.
+UNPACKED_TIMES, LEAST_UNPACKED = 200, 1 << 26
 ONE_A_LINE = "write one object a line"
 
 
@@ -64,11 +66,17 @@ def open_parquet(path: Path, what: str) -> Any:
 def read_text(path: Path, what: str) -> str:
     """The text of a file, which may be compressed. Raises UserError."""
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{what}: {path.resolve()} is no regular file: correct the path")
         content = path.read_bytes()
         if codec := COMPRESSED.get(path.suffix.lower()):
             import pyarrow  # takes time
 
-            content = pyarrow.input_stream(io.BytesIO(content), codec).read()
+            most_bytes = max(LEAST_UNPACKED, UNPACKED_TIMES * len(content))
+            content = pyarrow.input_stream(io.BytesIO(content), codec).read(most_bytes + 1)
+            if len(content) > most_bytes:
+                why = f"unpacked it has more than {most_bytes} bytes, {UNPACKED_TIMES} times its size"
+                raise UserError(f"{what}: {path.resolve()} is no file of rows ({why}): unpack it yourself")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error

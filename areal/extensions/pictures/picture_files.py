@@ -34,6 +34,8 @@ def decode(content: bytes) -> "Image":
     picture = _open(content)
     with explain((OSError, SyntaxError, ValueError), "it is damaged ({why})", ValueError):
         picture.load()
+    if picture.mode == "P" and picture.palette is None:
+        raise ValueError("it is damaged (it has no palette)")
     if _orientation(picture) > 1:
         picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I"):

@@ -138,6 +138,10 @@ def _read(value: Any, folder: Path) -> bytes:
     if "://" in value.removeprefix("file://") or value.startswith("data:"):
         raise ValueError(f"{value[:80]} is not on this machine: save it as a file")
     file = folder / Path(value.removeprefix("file://")).expanduser()
-    if file.is_file() and file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes, more than {MAX_BYTES}")
-    return file.read_bytes()
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no regular file")
+    with file.open("rb") as opened:
+        content = opened.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{file} has more than {MAX_BYTES} bytes")
+    return content

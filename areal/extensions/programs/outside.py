@@ -329,6 +329,16 @@ class Commands:
         return result
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A server that sends elsewhere is no server: programs go to the address of the configuration alone."""
+
+    def redirect_request(self, *request: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 class RemoteSandbox:
     """Runs programs on a SandboxFusion server, which has its own limits on memory, processes and files."""
 
@@ -373,12 +383,12 @@ class RemoteSandbox:
         limit = self._config.output_kib * 1024 + expected
         most_bytes = MIB + 12 * limit  # both outputs; JSON writes a character in up to six bytes
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as response:
+            with _OPENER.open(request, timeout=seconds) as response:
                 answer = response.read(most_bytes + 1)
             if len(answer) > most_bytes:
                 return Outcome("output", None, "", "")
             return self._outcome(json.loads(answer), limit)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
 
     def _outcome(self, answer: Mapping[str, Any], limit: int) -> Outcome:

@@ -16,6 +16,7 @@ from typing import Any
 from areal.base.errors import UserError, explain
 from areal.config.data_section import SourceConfig
 from areal.data.sources import Table, table
+from areal.extensions.sandboxes.sandbox_tasks import TaskFolder
 
 # The last folder that a Dockerfile works in, and the image of one that does nothing else.
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.MULTILINE | re.IGNORECASE)
@@ -55,11 +56,11 @@ def _row(task: Path) -> dict[str, Any]:
         "prompt": prompt,
         "name": task.name,
         "image": image or f"areal-harbor-{task.name.lower()}:{content.hexdigest()}",
-        "build": None if image else str((task / "environment").absolute()),
+        "build": None if image else TaskFolder.inside(task, "environment"),
         "folder": environment.get("workdir") or next(reversed(_WORKDIR.findall(docker)), None),
         "isolated": False,
         "limits": {"memory": memory, "cpus": environment.get("cpus")},
-        "tests_folder": str((task / "tests").absolute()),
+        "tests_folder": TaskFolder.inside(task, "tests"),
         "command": f"mkdir -p /logs/verifier && env {variables} bash /tests/test.sh",
         "reward_file": "/logs/verifier/reward.txt",
         "seconds": verifier.get("timeout_sec"),

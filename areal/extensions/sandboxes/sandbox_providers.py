@@ -12,6 +12,7 @@ import subprocess
 import uuid
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from areal.base.children import Output, finish
 from areal.base.errors import explain
@@ -26,6 +27,8 @@ _WAITS = "echo; exec cat > /dev/null"
 GRACE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
 # A service ends a sandbox that it has heard nothing of for this long: whatever was killed, none stays.
 IDLE_SECONDS = 3600.0
+# So much is kept of what a service says is wrong.
+ERROR_LENGTH = 500
 # Environment variable with what a service wants to see as `Authorization: Bearer`.
 KEY = "AREAL_SANDBOX_KEY"
 _FIELD = "label=areal="
@@ -182,27 +185,34 @@ class SandboxService:
             if status < 300 or status == 404:
                 return answer if status < 300 else None
             if status < 500 or loop.time() + AGAIN_SECONDS > end:
-                raise SandboxError(f"{self.url}{path}: {answer.get('error', status)}")
+                raise SandboxError(f"{self.url}{path}: {str(answer.get('error', status)):.{ERROR_LENGTH}}")
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _send(self, method: str, path: str, body: dict[str, Any], most_bytes: int) -> tuple[int, dict[str, Any]]:
-        """The status and the answer. Raises what aiohttp raises, and ValueError for one to another request."""
+        """The status and the answer. Raises what aiohttp raises, and ValueError for one to another request. Nothing is
+        sent on to where a redirect points."""
         text = bytearray()
-        async with self._http.request(method, self.url + path, json=body) as response:
+        async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
+            if 300 <= response.status < 400:
+                return 400, {"error": f"it sends elsewhere (status {response.status}): name that address"}
             async for part in response.content.iter_any():
                 text += part
                 if len(text) > most_bytes:
                     raise ValueError(f"the answer has more than {most_bytes} bytes")
-        answer = json.loads(text or "{}")
+        with explain((ValueError, RecursionError), "the answer is not JSON", ValueError):
+            answer = json.loads(text or "{}")
         if not isinstance(answer, dict) or (response.status < 300 and answer.get("id") != body.get("id")):
-            raise ValueError(f"the answer is to another request: {str(answer):.200}")
+            raise ValueError("the answer is to another request")
         return response.status, answer
 
     async def end_all(self, label: str) -> None:
         """End the sandboxes with this label. Raises SandboxError."""
         listed = await self.ask("GET", f"/sandboxes?label={label}", {}, 0.0) or {}
-        for name in listed.get("sandboxes", []):
-            await self.ask("DELETE", f"/sandboxes/{name}", {}, END_SECONDS)
+        names = listed.get("sandboxes", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SandboxError(f"{self.url} lists no names of sandboxes")
+        for name in names:
+            await self.ask("DELETE", f"/sandboxes/{quote(name, safe='')}", {}, END_SECONDS)
 
 
 class HttpSandbox(Sandbox):
@@ -225,7 +235,9 @@ class HttpSandbox(Sandbox):
         if answer is None:
             raise SandboxError(f"{self._service.url} has ended the sandbox")
         with explain(
-            (LookupError, TypeError, ValueError), f"{self._service.url} answers without {{why}}", SandboxError
+            (LookupError, TypeError, ValueError, OverflowError),
+            f"{self._service.url} answers without {{why}}",
+            SandboxError,
         ):
             status, printed = answer["status"], base64.b64decode(answer["output"], validate=True)
             return Ran(None if status is None else int(status), printed)

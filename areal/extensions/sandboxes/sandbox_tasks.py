@@ -10,13 +10,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from areal.base.errors import UserError
 from areal.extensions.programs.outside import SandboxError
 
 # What is written for the tests, outside the repository; and where images of SWE-bench have it and Python.
 PLACE, REPOSITORY, BIN = "/tmp/areal", "/testbed", "/opt/miniconda3/envs/testbed/bin"
 _PATCHED = re.compile(r"^\+\+\+ b/(.+?)\s*$", re.MULTILINE)
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,499}")  # never an option of docker's
 _APPLY = "git apply --whitespace=nowarn"
 # The history goes, since it may have the solution, or the change that made the mistake.
 _NO_HISTORY = (
@@ -48,6 +51,24 @@ sys.exit(not all(map(passes, names)))
 """.replace("PLACE", PLACE)
 
 
+# The longest time of a row's tests.
+MOST_SECONDS = 86_400.0
+_FOLDERS, _TEXTS = ("build", "tests_folder"), ("image", "setup", "path", "folder", "ready", "command", "reward_file")
+
+
+class TaskFolder(str):
+    """A folder of this machine that a task was read from. Only a source that reads tasks from folders makes one: a path
+    that a row's data names could be any, and the folder is sent to where the row's own code runs."""
+
+    @classmethod
+    def inside(cls, task: Path, name: str) -> "TaskFolder":
+        """The folder of this name in the folder of a task. Raises UserError if it is a link to elsewhere."""
+        folder = (task / name).resolve()
+        if not folder.is_relative_to(task.resolve()):
+            raise UserError(f"The folder {name} of the task {task} is a link to {folder}: copy it there")
+        return cls(folder)
+
+
 class RowError(SandboxError):
     """The row is at fault: another attempt would fail as well."""
 
@@ -75,6 +96,17 @@ class Task:
     reward_file: str | None = None
     seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises RowError for a field that has no use: a row's data may hold anything."""
+        texts = {name: getattr(self, name) for name in _TEXTS} | {**self.files} | {**self.tests}
+        if wrong := [name for name, value in texts.items() if not isinstance(value, str | None)]:
+            raise RowError(f"the row's {wrong[0]} is no text")
+        if self.image is not None and not _IMAGE.fullmatch(self.image):
+            raise RowError(f"the row's image {self.image[:80]!r} is no name of an image")
+        seconds = self.seconds
+        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds <= MOST_SECONDS):
+            raise RowError(f"the row's seconds are no number up to {MOST_SECONDS:.0f}")
+
     def check(self) -> None:
         """Raises RowError if nothing can judge the task."""
         if self.command is None:
@@ -93,6 +125,8 @@ def task_of(row: Mapping[str, Any], *, isolated: bool | None = None, **defaults:
     """The task of a row's fields. isolated: whatever the row says. defaults: where the row says nothing. Raises
     RowError."""
     values = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
+    if foreign := [name for name in _FOLDERS if name in values and not isinstance(values[name], TaskFolder)]:
+        raise RowError(f"the row names a folder of this machine as {foreign[0]}: only tasks of harbor:FOLDER have them")
     if row.get("FAIL_TO_PASS") is not None and "command" not in values:
         values = _swe_fields(row) | values
     for name in "files", "tests", "limits":  # tables have nulls for what only other rows have

@@ -6,20 +6,25 @@ is lost, or does not answer, raises SandboxError: that fails the sample, which t
 
 import asyncio
 import io
+import math
 import re
 import tarfile
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from areal.base.errors import explain
 from areal.extensions.programs.outside import SandboxError
 
 # The most bytes that one call of `read` or `write` moves, of the output of a command, and of a folder that is copied: a
 # file that is said to be large need not have room on a disk.
 PART_BYTES, OUTPUT_BYTES, FOLDER_BYTES = 4 << 20, 1 << 20, 2 << 30
+# The most files of a folder that is copied, and how many times the time of a command the copy may take.
+FOLDER_FILES, COPY_TIMES = 100_000, 10
 # How long a sandbox may take to end.
 END_SECONDS = 30.0
 _READS = 'test -f "$1" && tail -c "+$2" "$1" | head -c "$3"'
@@ -54,10 +59,22 @@ class Limits:
     network: str = "none"
 
     def changed(self, row: Mapping[str, Any]) -> "Limits":
-        """These limits, with those that a row sets: all but the network. Raises SandboxError."""
+        """These limits, with those that a row sets: all but the network, and none above LARGEST, unless these limits
+        are. Raises SandboxError."""
         if not row.keys() <= vars(self).keys() - {"network"}:
             raise SandboxError(f"the row's limits are {', '.join(row)}: known are memory, cpus, processes and disk")
+        for name, value in row.items():
+            size = size_of if isinstance(getattr(LARGEST, name), str) else float
+            with explain((TypeError, ValueError, OverflowError), f"the row's limit of {name} is no size", SandboxError):
+                limit = max(size(getattr(LARGEST, name)), size(getattr(self, name)))
+                fits = 0 < size(value) <= limit
+            if not fits:
+                raise SandboxError(f"the row's limit of {name} is above {getattr(LARGEST, name)}, or 0")
         return Limits(**{**vars(self), **row})
+
+
+# What a row may take of the machine: its data may say anything.
+LARGEST = Limits(memory="64g", cpus=64.0, processes=4096, disk="16g")
 
 
 class Sandbox:
@@ -131,30 +148,37 @@ def size_of(text: str) -> int:
 
 async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: float) -> bool:
     """Replace a folder of `target` by that of `source`, where any program may be the policy's. False if there is no
-    such folder, if it is too large, or if its archive is none: the policy's doing. Raises SandboxError."""
+    such folder, if it is too large, takes too long, or if its archive is none: the policy's doing. Raises
+    SandboxError."""
     archive = f"/tmp/{uuid.uuid4().hex}.tar"
-    if (await source.shell(_PACKS, folder, archive, seconds=seconds)).status != 0:
-        return False
     with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as clean:
-        while part := await source.read(archive, seconds, start=packed.tell()):
-            packed.write(part)
-            if packed.tell() > FOLDER_BYTES:
-                return False
-        packed.seek(0)
         try:
-            await asyncio.to_thread(clean_archive, packed, clean)
+            async with asyncio.timeout(COPY_TIMES * seconds):
+                if (await source.shell(_PACKS, folder, archive, seconds=seconds)).status != 0:
+                    return False
+                part = None
+                while part is None or len(part) == PART_BYTES:  # a shorter part is the last, whatever is said to follow
+                    part = await source.read(archive, seconds, start=packed.tell()) or b""
+                    packed.write(part)
+                    if packed.tell() > FOLDER_BYTES:
+                        return False
+            packed.seek(0)
+            await asyncio.to_thread(clean_archive, packed, clean, COPY_TIMES * seconds)
         except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError, OSError):
-            return False
+            return False  # a TimeoutError is an OSError
         emptied = await target.shell(_EMPTIES, folder, seconds=seconds)
         return emptied.status == 0 and await target.unpack(clean, folder, seconds)
 
 
-def clean_archive(source: IO[bytes], target: IO[bytes]) -> None:
+def clean_archive(source: IO[bytes], target: IO[bytes], seconds: float = math.inf) -> None:
     """Copy the files, folders and symbolic links of an archive, without owners, and without what would be unpacked
-    outside its folder. Raises TarError, ValueError, KeyError."""
+    outside its folder, in so many seconds. Raises TarError, ValueError, KeyError."""
     links: set[PurePosixPath] = set()
+    end = time.monotonic() + seconds
     with tarfile.open(fileobj=source, mode="r:") as old, tarfile.open(fileobj=target, mode="w:") as new:
-        for member in old:
+        for number, member in enumerate(old):
+            if number >= FOLDER_FILES or time.monotonic() > end or member.issparse():
+                raise ValueError("the folder has too many files, or files with holes")
             name = PurePosixPath(member.name)
             if name.is_absolute() or ".." in name.parts or links & {name, *name.parents}:
                 continue

@@ -177,6 +177,7 @@ def test_days_in_a_data_set_are_texts(tmp_path):
         ("a.json", b"[1]", "a.json, row 1, is of type int, not an object: write a list of objects"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .zlib inflate failed"),
         ("a.csv.zst", b"no zstd", "a.csv.zst cannot be read .ZSTD decompress failed"),
+        ("a.jsonl.gz", gzip.compress(bytes(1 << 27)), "is no file of rows .unpacked it has more than 67108864 bytes"),
         ("a.parquet", b"no Parquet", "cannot be read as Parquet"),
         ("a.jsonl", b'{"prompt": "", "answer": 1}', "line 1, has an empty 'prompt': write one, or remove the row"),
         (

@@ -1,12 +1,15 @@
 """How pictures are read: a wrong file is a sentence, and whatever its mode, what the model sees is defined."""
 
 import io
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from support.tiny_pictures import bomb, png
 
+from areal.extensions.pictures import pictured_rows
 from areal.extensions.pictures.picture_files import MAX_BYTES, decode, size_of
 
 
@@ -76,3 +79,25 @@ def test_what_is_no_picture_or_a_bomb_is_told_before_anything_is_decoded(content
 def test_a_picture_that_is_cut_short_is_told():
     with pytest.raises(ValueError, match="it is damaged"):
         decode(png(64, 64, 0)[:-3000])
+
+
+def test_a_palette_picture_without_its_palette_is_damaged():
+    picture = Image.new("P", (4, 4))
+    picture.save(file := io.BytesIO(), "PNG")
+    content = file.getvalue()
+    start = content.index(b"PLTE") - 4
+    length = int.from_bytes(content[start : start + 4])
+    with pytest.raises(ValueError, match="damaged"):
+        decode(content[:start] + content[start + 12 + length :])
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_a_path_that_is_no_regular_file_of_that_size_is_refused(kind, tmp_path, monkeypatch):
+    file = Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(file := tmp_path / "a.png")
+    if kind == "large":
+        (file := tmp_path / "a.png").write_bytes(bytes(100))
+        monkeypatch.setattr(pictured_rows, "MAX_BYTES", 99)
+    row = {"prompt": "?", "image": {"path": str(file)}}
+    assert ("more than 99 bytes" if kind == "large" else "no regular file") in pictured_rows.flaw_of(row, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_the_image_of_a_row_is_the_one_that_it_names_or_that_its_set_has_publish
         ({"files": "a"}, "files are of type str, not an object"),
         ({"command": "true", "isolated": True}, "names no folder that is copied there"),
         (SWE_BENCH | {"isolated": False}, "made ready in a new sandbox: leave out isolated=false"),
+        (
+            {"command": "true", "tests_folder": "~/.ssh"},
+            "names a folder of this machine as tests_folder: only tasks of",
+        ),
+        ({"command": "true", "build": "/etc"}, "names a folder of this machine as build: only tasks of harbor"),
+        ({"command": "true", "image": "--volume=/:/mnt"}, "image '--volume=/:/mnt' is no name of an image"),
+        ({"command": ["rm"]}, "the row's command is no text"),
+        ({"command": "true", "files": {"/a": 1}}, "the row's /a is no text"),
+        ({"command": "true", "tests": {"/a": {"b": 1}}}, "the row's /a is no text"),
+        ({"command": "true", "seconds": 1e18}, "seconds are no number up to 86400"),
+        ({"command": "true", "seconds": "9"}, "seconds are no number up to 86400"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_an_error_of_the_row(fields, complaint):
@@ -144,6 +156,12 @@ def test_harbors_tasks_are_rows(tmp_path):
     harbor_task(tmp_path / "other/a", "FROM y\nRUN make\n")  # one of the same name has another image
     second = open_source(DataConfig(source=f"harbor:{tmp_path}/other", eval_size=0), seed=0).row(0)
     assert built.image != task_of(second.fields).image and built.image.startswith("areal-harbor-a:")
+    (tmp_path / "link").mkdir()
+    harbor_task(tmp_path / "link/a")
+    shutil.rmtree(tmp_path / "link/a/tests")
+    (tmp_path / "link/a/tests").symlink_to(tmp_path / "b/tests")
+    with pytest.raises(UserError, match="tests of the task .* is a link to"):
+        open_source(DataConfig(source=f"harbor:{tmp_path}/link", eval_size=0), seed=0)
     settings = tmp_path / "a/task.toml"
     settings.write_text(settings.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'))
     with pytest.raises(UserError, match="a container of its own for the tests, which is not supported: remove it"):

@@ -15,8 +15,11 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from conftest import ROOT
 from fakes.imitated_docker import make_docker, make_image
 
@@ -26,9 +29,10 @@ from areal.extensions.programs.outside import SandboxError
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes import sandbox_owner, sandbox_providers
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
+from areal.extensions.sandboxes.sandbox_providers import HttpSandbox, SandboxService
 from areal.extensions.sandboxes.sandbox_tasks import RowError, Task
 from areal.extensions.sandboxes.sandbox_tools import SandboxTools
-from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, clean_archive, copy_folder
+from areal.extensions.sandboxes.sandboxes import Limits, Ran, Sandbox, clean_archive, copy_folder
 
 REAL, *ARGUMENTS = os.environ.get("AREAL_TEST_CONTAINER", "").split() or [""]
 SECONDS = 60.0
@@ -266,9 +270,16 @@ async def test_a_row_sets_limits_but_not_the_network(owner):
         hungry = await sandbox.exec("python", "-c", "x = bytearray(10**9); x[::4096] = x[::4096]", seconds=SECONDS)
         assert hungry.status != 0
         assert (await sandbox.exec("echo", "on", seconds=SECONDS)).text == "on"
-    with pytest.raises(SandboxError, match="known are memory, cpus, processes and disk"):
-        async with owner.opened("bubble", Task(limits={"network": "host"}), Limits(), SECONDS):
-            pass
+    for row, complaint in (
+        ({"network": "host"}, "known are memory, cpus, processes and disk"),
+        ({"memory": "65g"}, "limit of memory is above 64g"),
+        ({"processes": 10**9}, "limit of processes is above 4096"),
+        ({"cpus": "all"}, "limit of cpus is no size"),
+        ({"disk": "0"}, "limit of disk is above 16g, or 0"),
+    ):
+        with pytest.raises(SandboxError, match=complaint):
+            async with owner.opened("bubble", Task(limits=row), Limits(), SECONDS):
+                pass
 
 
 async def test_python_in_a_bubble_is_the_python_of_the_run(owner):
@@ -356,6 +367,92 @@ async def test_the_editor_replaces_text_that_is_there_once(owner):
         assert "cannot be read" in await edit("/tmp/none", "a", "b")
         assert await tools.call("fly", "{}") == "Error: there is no tool fly"
         assert "JSON object with the texts command" in await tools.call("shell", "ls")
+
+
+class Foolish(Sandbox):
+    """Whose programs are the policy's: each part of a file has one byte."""
+
+    async def exec(self, *command, seconds, stdin=b"", most_bytes=0):
+        self.calls = getattr(self, "calls", 0) + 1
+        return Ran(0, b"a")
+
+
+async def test_a_replaced_program_does_not_keep_the_judge_from_judging():
+    sandbox = Foolish()
+    assert not await copy_folder(sandbox, sandbox, "/work", 1.0)
+    assert sandbox.calls == 2, "what is shorter than a part is the last"
+
+
+@pytest.mark.parametrize("kind", ["files with holes", "very many files", "no end in time"])
+def test_an_archive_that_would_grow_is_refused(kind, monkeypatch, tmp_path):
+    evil = tmp_path / "evil.tar"
+    if kind == "files with holes":
+        with (tmp_path / "hole").open("wb") as hole:
+            hole.truncate(1 << 31)
+        subprocess.run(["tar", "-cSf", evil, "-C", tmp_path, "hole"], check=True)
+        assert evil.stat().st_size < 20_000
+    else:
+        with tarfile.open(evil, mode="w") as archive:
+            for number in range(3):
+                archive.addfile(tarfile.TarInfo(f"{number}"), io.BytesIO())
+        monkeypatch.setattr("areal.extensions.sandboxes.sandboxes.FOLDER_FILES", 2)
+    with evil.open("rb") as source, pytest.raises(ValueError, match="too many files, or files with holes"):
+        clean_archive(source, io.BytesIO(), *[-1.0] * (kind == "no end in time"))
+
+
+@pytest.fixture
+async def liar(owner) -> AsyncIterator[Any]:
+    """A service that answers what the test says, and what it was asked."""
+    says, asked = SimpleNamespace(status=200, text="{}", headers={}), []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(str(request.rel_url))
+        return web.Response(status=says.status, text=says.text, headers=says.headers)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        yield SimpleNamespace(url=str(server.make_url("")), says=says, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "complaint"),
+    [
+        (307, "secret", "it sends elsewhere \\(status 307\\)"),
+        (400, json.dumps({"error": "e" * 900_000}), "eee$"),
+        (404, "[" * 100_000, "the answer is not JSON"),
+        (404, "secret", "the answer is not JSON"),
+        (404, '{"id": "of another"}', "starts no sandboxes"),
+    ],
+)
+async def test_a_service_that_lies_is_an_error_in_one_short_sentence(liar, status, text, complaint, monkeypatch):
+    monkeypatch.setattr(sandbox_providers, "GRACE_SECONDS", 0.3)
+    liar.says.status, liar.says.text = status, text
+    liar.says.headers = {"Location": f"{liar.url}elsewhere"}
+    service = SandboxService(liar.url)
+    with pytest.raises(SandboxError, match=complaint) as failure:
+        await HttpSandbox(service, None, "run-1", Limits()).start(0.1)
+    assert len(str(failure.value)) < 800 and "secret" not in str(failure.value)
+    assert not any("elsewhere" in path for path in liar.asked), "a command goes to the address of the run alone"
+    await service.close()
+
+
+@pytest.mark.parametrize("names", ["5", '{"a": 1}', "[[1]]", "Infinity"])
+async def test_a_list_of_sandboxes_that_is_none_is_an_error_in_one_sentence(liar, names):
+    liar.says.text = f'{{"sandboxes": {names}}}'
+    service = SandboxService(liar.url)
+    with pytest.raises(SandboxError, match="lists no names of sandboxes"):
+        await service.end_all("run-1")
+    await service.close()
+
+
+async def test_a_status_that_is_no_number_of_a_program_is_an_error_in_one_sentence(liar, monkeypatch):
+    monkeypatch.setattr(sandbox_providers.uuid, "uuid4", lambda: SimpleNamespace(hex="1"))
+    liar.says.text = '{"id": "1", "status": Infinity, "output": ""}'
+    service = SandboxService(liar.url)
+    with pytest.raises(SandboxError, match="answers without"):
+        await HttpSandbox(service, None, "run-1", Limits()).exec("true", seconds=1.0)
+    await service.close()
 
 
 def test_an_archive_of_a_policy_reaches_nothing_outside_its_folder():
