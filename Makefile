@@ -10,6 +10,8 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
+export TYPED := The pages' commands begin with .venv/bin/areal; after `. .venv/bin/activate` it is areal.
+
 .PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup vision clean
 
 run: setup
@@ -75,6 +77,7 @@ setup: .venv/installed-$(EXTRA)
 	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$index}" \
 	  $(BIN)/uv pip install --python $(BIN)/python --overrides configs/cpu.txt --editable '.[cpu,test]'
 	touch $@
+	@echo "$$TYPED"
 
 # By pip: uv would choose cuda-python 12.6 for vLLM's flashinfer, whose files overwrite those of cuda-bindings 13.
 .venv/installed-cuda: pyproject.toml
@@ -82,6 +85,7 @@ setup: .venv/installed-$(EXTRA)
 	@echo "PyTorch, vLLM and DeepSpeed for CUDA are installed into .venv, once: several GB, in five to fifteen minutes."
 	$(PIP_SHOWN) --editable '.[cuda,test]'
 	touch $@
+	@echo "$$TYPED"
 
 # Models with vision need torchvision in vLLM. PyPI's does not load its operators beside PyTorch's CPU build; no model here
 # calls them, but its import wants them declared.

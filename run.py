@@ -1,9 +1,41 @@
 #!/usr/bin/env python3
-"""Start a run, or one role of it: `python run.py --help`."""
+"""Start a run, or one role of it: `.venv/bin/python run.py --help`. `.venv/bin/areal run` does the same."""
 
+import shlex
 import sys
+from pathlib import Path
 
-from actors.start.run_command import main
+ROOT = Path(__file__).resolve().parent
+OURS = ("areal", "actors", "protocols")
+
+
+def way_in() -> str:
+    """What to do in place of a command whose Python cannot start a run."""
+    venv = ROOT / ".venv"
+    if not venv.exists():
+        return f"`make setup` in {ROOT} makes one that can"
+    if Path(sys.prefix).resolve() == venv or not (venv / "bin" / "python").exists():  # its packages are old, or it is
+        return f"`rm -r .venv && make setup` in {ROOT} makes {venv} anew"
+    near = "" if Path.cwd() == ROOT else f"{ROOT}/"
+    words = [f"{near}.venv/bin/python", f"{near}run.py", *sys.argv[1:]]
+    return "type " + " ".join(map(shlex.quote, words))
+
+
+def main() -> int:
+    """The exit status."""
+    here = f"{sys.executable} (Python {sys.version_info[0]}.{sys.version_info[1]})"
+    if sys.version_info < (3, 11):  # noqa: UP036
+        print(f"{here} is too old for run.py: {way_in()}.", file=sys.stderr)
+        return 2
+    try:
+        from actors.start.run_command import main as start
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] in OURS:
+            raise
+        print(f"{here} does not have the packages that run.py needs ({error}): {way_in()}.", file=sys.stderr)
+        return 2
+    return start()
+
 
 if __name__ == "__main__":
     sys.exit(main())

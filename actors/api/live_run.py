@@ -61,7 +61,10 @@ def _named(function: Callable[P, T]) -> Callable[P, T]:
         names = ", ".join(signature.parameters)
         with explain(TypeError, f"areal.{function.__name__}: {{why}}: write NAME=VALUE, of {names}."):
             signature.bind(*values, **keys)
-        return function(*values, **keys)
+        try:
+            return function(*values, **keys)
+        except UserError as error:  # the user's own lines, down to this one, are enough
+            raise error.with_traceback(None) from None
 
     return call
 
@@ -177,7 +180,7 @@ class LiveRun:
 
     @property
     def metrics(self) -> Any:
-        """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
+        """The numbers of each step (areal docs observe): a pandas DataFrame, or a list of dicts without pandas."""
         return _table(Record(self.folder).records)
 
     @property
@@ -253,7 +256,7 @@ class LiveRun:
                 self._view.update(view)
 
     def stop(self) -> Any:
-        """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended:
+        """Stop the run, which saves a checkpoint and can be resumed (`--resume`), and wait until it has ended:
         `await run.stop()` in coroutines and notebooks. Raises UserError if it is in progress elsewhere."""
         try:
             loop = asyncio.get_running_loop()
@@ -374,7 +377,7 @@ class NotebookPage(str):
 
 
 class RolloutTable:
-    """The rollouts of a run: all samples that it keeps (docs/record.md)."""
+    """The rollouts of a run: all samples that it keeps (areal docs record)."""
 
     def __init__(self, record: Record) -> None:
         self._record = record

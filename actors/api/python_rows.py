@@ -43,7 +43,7 @@ def _rows(data: Any) -> Iterator[Any]:
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UserError(
             f"data is of type {type(data).__name__}: give a list of dicts, a datasets.Dataset, a DataFrame, or the "
-            f"name of a source (docs/configuration.md)."
+            f"name of a source (areal docs configuration)."
         )
     yield from data
 

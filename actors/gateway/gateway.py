@@ -42,7 +42,9 @@ class Gateway(Actor):
     async def start(cls, member: Membership, **options: Any) -> Self:
         settings = member.config.gateway
         if not settings.keys:
-            raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
+            raise UserError(
+                "The run has no gateway.keys, so that nobody could make a call: add one (areal docs gateway)."
+            )
         return cls(member, await Sampling.start(member, users=settings.serve == "evaluated"))
 
     def __init__(self, member: Membership, sampling: Sampling) -> None:

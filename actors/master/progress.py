@@ -43,7 +43,7 @@ class Servers:
             return ""
         name = self.absent[0]
         role = self.needed[name]
-        hand = f"run.py --role {role}" + f" --scorer {name}" * (role == "scorer")
+        hand = f"areal run --role {role}" + f" --scorer {name}" * (role == "scorer")
         serving = "run.serve_reward in the notebook that did, or " * (role == "reward")
         return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {serving}{hand}"
 

@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from actors.master.run_state import RunState
+from areal.base.command_line import typed
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.storage.database import copy_store
@@ -48,7 +49,7 @@ def backup(options: Namespace) -> None:
         except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
             if attempt == ATTEMPTS - 1:
                 raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
-    print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from it.")
+    print(f"The run with its {version} steps is in {copy}: {typed(f'run --resume {copy}')} goes on from it.")
 
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:

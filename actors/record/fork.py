@@ -1,4 +1,4 @@
-"""`run.py --fork RUN --at-step N`: a new run that goes on from a checkpoint of another one.
+"""`areal run --fork RUN --at-step N`: a new run that goes on from a checkpoint of another one.
 
 It begins as if that run had gone back to the checkpoint (actors.record.rollback) with an empty spool: with the state
 that the journal keeps of it, and the metrics up to it. What the trainer writes is linked or made anew, so nothing in

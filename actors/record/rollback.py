@@ -1,4 +1,4 @@
-"""`run.py --resume RUN --from-step N`: a run goes back to a checkpoint, and on from there.
+"""`areal run --resume RUN --from-step N`: a run goes back to a checkpoint, and on from there.
 
 With each version that gets a checkpoint, the journal keeps the master's state at that moment. To go back is to take
 that state again. Groups that were ready then and are still in the spool remain; the other rows that were alive are

@@ -86,7 +86,7 @@ def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
             return ZmqNetwork(Keys(Path(folder)))
     if beyond := [host for host in hosts if not is_loopback(host)]:
         raise UserError(
-            f"{beyond[0]} is beyond this machine, where links need keys: make them with `python -m areal keys FOLDER`, "
+            f"{beyond[0]} is beyond this machine, where links need keys: make them with `areal keys FOLDER`, "
             f"copy the folder to every node, and give it to each role with --keys FOLDER or {KEYS}."
         )
     raise UserError(
@@ -144,10 +144,14 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
     if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
         _wait(lambda: _is_known(master), patience, f"waiting for the name in {master}")  # `host_towards` says so
         return master, None
+    if claimed_address(folder) is None:
+        log.warning(
+            f"no run is in progress in {folder}: waiting for one to begin there", seconds=patience, option="--wait"
+        )
     if (address := _wait(lambda: claimed_address(folder), patience, f"waiting for the run in {folder}")) is None:
         raise UserError(
             f"No run is in progress in {folder} (waited {patience:g} s): start one with "
-            f"`python run.py --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
+            f"`areal run --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
         )
     keys = None
     if not os.environ.get(KEYS) and is_loopback(host_of(address)):

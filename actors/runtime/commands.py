@@ -21,7 +21,7 @@ from areal.config.roles import ROLES
 
 def declare(tools: RoomTools) -> None:
     epilog = "Goes on where it was killed if it is started again."
-    summary = "evaluate a model on benchmarks (docs/evaluation.md)"
+    summary = "evaluate a model on benchmarks (areal docs evaluation)"
     add = tools.add("eval", "commands:evaluate", summary, epilog).add_argument
     add("model", metavar="MODEL", help="folder of a Hugging Face model, or hub id")
     add("--benchmarks", required=True, metavar="NAME,...", help="names in configs/benchmarks/, or YAML files")
@@ -38,7 +38,7 @@ def declare(tools: RoomTools) -> None:
     add("--actor", metavar="ROLE/INDEX", help="actor to check, such as generator/0 (default: only the master)")
     add("--wait", type=float, default=5.0, metavar="SECONDS", help="how long to wait for that (default: 5)")
 
-    reward = tools.add("reward", "commands:add_reward", "give a running run another reward (docs/rewards.md)")
+    reward = tools.add("reward", "commands:add_reward", "give a running run another reward (areal docs rewards)")
     attempts = tools._replace(parsers=reward.add_subparsers(metavar="add", required=True))
     summary = "have a reward that an actor of the run serves count, or count otherwise, from the next prompt on"
     add = attempts.add("add", "commands:add_reward", summary).add_argument
@@ -47,7 +47,7 @@ def declare(tools: RoomTools) -> None:
     add("weight", metavar="WEIGHT", type=float, help="0: it is only recorded")
     add("--wait", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the run (default: 5)")
 
-    make = tools.add("keys", "commands:keys", "create the keys that protect the links of a run (docs/security.md)")
+    make = tools.add("keys", "commands:keys", "create the keys that protect the links of a run (areal docs security)")
     make.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the keys; every node needs a copy")
     change = make.add_mutually_exclusive_group().add_argument
     change("--rotate", action="store_true", help="add new keys; the old ones stay valid")

@@ -484,7 +484,7 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
     except DeadlineError:
         raise UserError(
             f"No master answers at {master} (waited {patience:g} s): start one with "
-            f"`python run.py --role master --config FILE`, check the address given with --master, "
+            f"`areal run --role master --config FILE`, check the address given with --master, "
             f"and check that both have the same keys (--keys, network.keys)."
         ) from None
     except BusError as error:

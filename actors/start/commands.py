@@ -27,7 +27,7 @@ PARTS = {
 
 
 def declare(tools: RoomTools) -> None:
-    agent = tools.add("agent", "trial:try_agent", "try an agent before a run (docs/agents.md)")
+    agent = tools.add("agent", "trial:try_agent", "try an agent before a run (areal docs agents)")
     attempts = tools._replace(parsers=agent.add_subparsers(metavar="try", required=True))
     summary = "do one episode with a real engine, and print it; exit code 1 if it fails"
     add = attempts.add("try", "trial:try_agent", summary).add_argument
@@ -54,7 +54,7 @@ def declare(tools: RoomTools) -> None:
     how("--print", action="store_true", help="print a command line for each run that is not finished, to run as jobs")
     sweep.add_argument("overrides", help="changes to the configuration of all runs", **OVERRIDES)
 
-    summary = "copy the folder of a run, which may go on meanwhile, so that it can be resumed (docs/operating.md)"
+    summary = "copy the folder of a run, which may go on meanwhile, so that it can be resumed (areal docs operating)"
     add = tools._replace(room="actors.record").add("backup", "backup:backup", summary).add_argument
     add("folder", **RUN)
     add("copy", type=Path, metavar="COPY", help="a new folder; checkpoints are linked if it is on the same disk")
@@ -62,7 +62,7 @@ def declare(tools: RoomTools) -> None:
 
 
 def _declare_selftest(tools: RoomTools) -> None:
-    summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
+    summary = "check this machine, and with --config a run on it, before the first run (areal docs gpu)"
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
     add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument
     add("--config", help="after a tiny model, check the model and settings of this run", **CONFIG)

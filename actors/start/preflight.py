@@ -18,12 +18,12 @@ from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, tied
 from areal.config import Config
 from areal.config.engine_sections import EngineConfig, ScorerConfig
-from areal.cpu.processor import lacks_bf16
+from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
-from areal.devices import host_memory, threads_of_scorers, visible_devices
+from areal.devices import VISIBLE, host_memory, listed_devices, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
@@ -134,6 +134,8 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():
         check_scorer(config, name, model, folder)
+    if machine:
+        check_devices()
     if machine and not visible_devices():
         check_machine(config, weight_sizes(folder) if folder else {}, scorers)
     if rows:
@@ -349,6 +351,17 @@ def check_context(config: Config, context: int | None, model: str) -> None:
         )
 
 
+def check_devices() -> None:
+    """Print a note if GPUs are named that are not here, or if what runs on them could not be compiled."""
+    if not (named := visible_devices()):
+        return
+    if not listed_devices():
+        names = ",".join(named)
+        print(f"Note: {VISIBLE} is {names}, but this machine has no GPU: unset it to use the CPU.", file=sys.stderr)
+    elif c_compiler() is None:
+        print("Note: there is no C compiler here, and Triton needs one for its kernels: install gcc.", file=sys.stderr)
+
+
 def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str, Path]) -> None:
     """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
     elements of the model's weights, if they are known. scorers: the folders of their models, as far as they are there.
@@ -366,6 +379,18 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
         print(
             f"Note: the engines have {threads} threads together, but this machine has {cores} cores: one for each "
             f"core, and one core for the trainer, are fastest.",
+            file=sys.stderr,
+        )
+    if (trained := config.trainer.ranks * config.trainer.threads if config.steps else 0) > cores:
+        print(
+            f"Note: the trainer has {config.trainer.ranks} ranks with {trained} threads together, but this machine has "
+            f"{cores} cores, taken in turns: trainer.ranks={max(1, cores // config.trainer.threads)} is faster.",
+            file=sys.stderr,
+        )
+    if hides_avx512() and not mkl_library():
+        print(
+            "Note: there is no C compiler here, which areal/cpu/mkl.c takes, so products of matrices use half of this "
+            "processor and differ in their last bits from those with it: install one, on Debian by apt-get install gcc.",
             file=sys.stderr,
         )
     halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
@@ -430,15 +455,18 @@ def check_port(address: str) -> None:
             raise UserError(
                 "Processes of this machine cannot reach each other, its loopback interface is down: ip link set lo up."
             )
-    with (
-        explain(
-            OSError,
-            f"The master cannot listen at {address} ({{strerror}}): stop the process that uses it, "
-            f"or choose another address with master.address=tcp://HOST:PORT.",
-        ),
-        _bound(address),
-    ):
-        pass
+    way = "choose another address with master.address=tcp://HOST:PORT"
+    try:
+        with _bound(address):
+            pass
+    except OSError as error:
+        cures = {errno.EADDRNOTAVAIL: "", errno.EACCES: "ports below 1024 are root's, "}
+        cure = (
+            ""
+            if isinstance(error, socket.gaierror)
+            else cures.get(error.errno or 0, "stop the process that uses it, or ")
+        )
+        raise UserError(f"The master cannot listen at {address} ({error.strerror}): {cure}{way}.") from error
 
 
 @contextmanager

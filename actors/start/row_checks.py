@@ -163,7 +163,7 @@ def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -
             f"as {bad[0]}"
         )
         if len(bad) > config.max_failed_share * scored[name]:
-            raise UserError(f"{sentence}: correct or remove these rows, or name another reward (docs/rewards.md).")
+            raise UserError(f"{sentence}: correct or remove these rows, or name another reward (areal docs rewards).")
         print(f"Note: {sentence}; {fate}.", file=sys.stderr)
 
 

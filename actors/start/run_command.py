@@ -1,4 +1,4 @@
-"""`python run.py`, also `areal run`: start a run, or one role of it."""
+"""`areal run`, also `run.py`: start a run, or one role of it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
 
 def parse() -> argparse.Namespace:
     text = Path(__file__).with_name("help.txt").read_text()
-    prog = "run.py" if sys.argv[0].endswith("run.py") else "areal run"
     usage = "%(prog)s [FILE.yaml] [key=value ...] [options]; --help lists them"
-    parser = argparse.ArgumentParser(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("areal run", usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
@@ -99,7 +98,7 @@ def add_options_of_run(add: Callable[..., object]) -> None:
     words = "check all that a start checks and print the resolved configuration, without starting anything"
     add("--dry-run", action="store_true", help=words)
     add("--quiet", action="store_true", help="with --dry-run: leave out the configuration")
-    words = f"keys from `python -m areal keys` (default: {KEYS}; on one machine, keys of the run's own)"
+    words = f"keys from `areal keys` (default: {KEYS}; on one machine, keys of the run's own)"
     add("--keys", metavar="FOLDER", help=words)
     words = "changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward"
     add("overrides", nargs="*", metavar="key=value", help=words)
@@ -421,7 +420,7 @@ def keep_report(folder: Path) -> None:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=REPORT_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1].rstrip(".")
-        print_lines([f"The report was not written ({why}): `python -m areal report {folder}` writes it."])
+        print_lines([f"The report was not written ({why}): `areal report {folder}` writes it."])
 
 
 async def prepare(config: Config) -> tuple[Config, PromptSource]:

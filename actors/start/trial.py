@@ -1,4 +1,4 @@
-"""`python -m areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
+"""`areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
 
 The workflow gets the session that it has in a run. Its services are one engine and one reward worker.
 """

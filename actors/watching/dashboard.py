@@ -1,4 +1,4 @@
-"""A live web page of a run, made from the files in the run folder: `python -m areal dashboard RUN_FOLDER`. Of several
+"""A live web page of a run, made from the files in the run folder: `areal dashboard RUN_FOLDER`. Of several
 runs it is a page with their curves overlaid.
 
 The page loads nothing from elsewhere, and asks the server once a second for new data. If it is served on an interface

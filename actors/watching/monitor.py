@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.watching.health import status_of
+from areal.base.command_line import typed
 from areal.base.text import duration, shown
 from areal.config import Config
 from areal.data import addition
@@ -33,9 +34,9 @@ EVALUATIONS_SHOWN = 3
 PAIRS_SHOWN = 2
 BAR = 30  # characters of the bar of the progress
 END = """  its report        {folder}/report.html
-  its curves        python -m areal dashboard {folder}
-  its completions   python -m areal rollouts {folder}
-  to train it on    python run.py --resume {folder} steps={steps}"""
+  its curves        {dashboard}
+  its completions   {rollouts}
+  to train it on    {resume}"""
 STYLES = {"healthy": "green", "starting": "dim"}
 
 
@@ -243,7 +244,10 @@ def print_summary(folder: Path, console: Console) -> None:
     _print_samples(record, console)
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
     if summary["steps"]:
-        console.print(Text(END.format(folder=folder, steps=2 * summary["steps"])), soft_wrap=True)
+        words = {"dashboard": f"dashboard {folder}", "rollouts": f"rollouts {folder}"}
+        words["resume"] = f"run --resume {folder} steps={2 * summary['steps']}"
+        ways = {name: typed(command) for name, command in words.items()}
+        console.print(Text(END.format(folder=folder, **ways)), soft_wrap=True)
 
 
 def _print_samples(record: Record, console: Console) -> None:

@@ -1,5 +1,7 @@
 """What the tools of `areal` share: how a room declares its own in its `commands.py`, and where they print."""
 
+import shlex
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -14,6 +16,21 @@ if TYPE_CHECKING:
 RUN: dict[str, Any] = {"type": Path, "metavar": "RUN_FOLDER"}
 CONFIG: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 OVERRIDES: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
+
+
+def typed(words: str) -> str:
+    """The command `areal WORDS` as it works in the user's shell: with the path of the program if PATH lacks it."""
+    program, named = Path(sys.executable).with_name("areal"), shutil.which("areal")
+    if not program.exists():
+        return f"{shlex.quote(sys.executable)} -m areal {words}"
+    if named and Path(named).samefile(program):
+        return f"areal {words}"
+    return f"{shlex.quote(str(within(Path.cwd(), program)))} {words}"
+
+
+def within(folder: Path, path: Path) -> Path:
+    """A path, relative to the folder if it is below it."""
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 class RoomTools(NamedTuple):

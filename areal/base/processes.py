@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -132,9 +133,16 @@ def outlive_sigterm(leader: int | None) -> None:
 
 
 def plain_environment(pass_env: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a program that others may talk to. pass_env: names beside PLAIN_ENVIRONMENT, as `TAU2_*`."""
+    """The environment of a program that others may talk to. `python` is this process's own there. pass_env: names
+    beside PLAIN_ENVIRONMENT, as `TAU2_*`."""
     names = (*PLAIN_ENVIRONMENT, *pass_env)
-    return {name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, form) for form in names)}
+    kept = {name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, form) for form in names)}
+    return kept | {"PATH": os.pathsep.join(filter(None, [str(Path(sys.executable).parent), kept.get("PATH")]))}
+
+
+def find_program(name: str) -> str | None:
+    """Where a program with `plain_environment` finds the program of this name; None if it does not."""
+    return shutil.which(name, path=plain_environment(())["PATH"])
 
 
 def tied(*command: str) -> list[str]:

@@ -20,7 +20,7 @@ from areal.base.errors import UserError, explain
 from areal.base.secrets import reveal, without_secrets
 from areal.config.data_section import ONE_OR_SEVERAL, DataConfig, SourceConfig
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, ScorerConfig, WeightsConfig
-from areal.config.mistakes import other_names, sentence_of
+from areal.config.mistakes import is_about, other_names, sentence_of
 from areal.config.overrides import forget_source, parsed, set_value, split_override
 from areal.config.reading import read_values, with_bases, write_yaml
 from areal.config.role_sections import (
@@ -50,7 +50,7 @@ class Config(ScoringConfig, metaclass=_Checked):
     run_dir: UserPath = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
-    steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
+    steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (areal docs evaluation)")
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
     oversample: int = Field(0, ge=0)
@@ -62,7 +62,7 @@ class Config(ScoringConfig, metaclass=_Checked):
     colocate: bool = False
     """trainer and generators use the same devices in turns: engines sleep while the trainer computes"""
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
-    """what happens if a step would leave an unfinished group past its deadline (docs/staleness.md)"""
+    """what happens if a step would leave an unfinished group past its deadline (areal docs staleness)"""
     on_failed_sample: Literal["requeue", "discard"] = "requeue"
     """what happens to a group with a completion that could not be scored"""
     max_attempts: int = Field(3, ge=1)
@@ -379,17 +379,18 @@ def from_message(values: Any) -> Config:
 
 
 def load_config(
-    file: Path | None,
+    file: Path | str | None,
     overrides: Sequence[str] = (),
     kind: type[T] = Config,  # type: ignore[assignment]
 ) -> T:
     """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
 
     Any mapping in a file may name a `base`: another YAML file, or a list of them, relative to its own file. It changes
-    their values. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
-    base is relative to the working directory. Raises UserError, which names the key, its place and what to do.
+    their values. Mappings are merged, all other values are replaced; of two bases the later one wins. Paths in a file
+    are those of files beside it, if there are such, else relative to the working directory; paths and bases in an
+    override are relative to the working directory. Raises UserError, which names the key, its place and what to do.
     """
-    values = {} if file is None else read_values(file)
+    values = {} if file is None else read_values(Path(file))
     return validated(overridden(values, overrides, kind=kind), file, kind, [*map(split_override, overrides)])
 
 
@@ -421,8 +422,7 @@ def validated(
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        key = ".".join(str(part) for part in error.errors()[0]["loc"])
-        if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name, _ in overrides):
+        if any(is_about(error, name) for name, _ in overrides):
             file = "the overrides"
         raise UserError(sentence_of(error, file, kind)) from None
 
@@ -432,7 +432,7 @@ def stored_config(file: Path, overrides: Sequence[str] = (), secrets: Mapping[st
     out if it is off (null, false, 0, or empty): the version that stored it had a setting that this one does not have,
     and the run does not use it. secrets: values for the places in the file where they are hidden, as `secrets_in`
     returned them. Raises UserError."""
-    values = read_values(file)
+    values = read_values(file, beside=False)
     try:
         Config.model_validate(values)
     except ValidationError as error:

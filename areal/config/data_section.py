@@ -82,7 +82,7 @@ class PartConfig(SourceConfig):
 
 
 class BenchmarkConfig(SourceConfig):
-    """`benchmarks` is a list of names in configs/benchmarks/ and of YAML files (docs/evaluation.md), or a mapping of
+    """`benchmarks` is a list of names in configs/benchmarks/ and of YAML files (areal docs evaluation), or a mapping of
     names to the keys below: those of `data` for one source, whose rows are the problems, and how they are sampled. For
     a name that is known, only the keys that differ have to be given."""
 
@@ -171,7 +171,7 @@ class DataConfig(RowsConfig):
     __doc__ = SourceConfig.__doc__
 
     sampler: str = "shuffle"
-    """chooses the row of each prompt: shuffle, or package.module:function (docs/curriculum.md)"""
+    """chooses the row of each prompt: shuffle, or package.module:function (areal docs curriculum)"""
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
     weak_tests: Literal["drop", "refuse"] = "drop"

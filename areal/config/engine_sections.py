@@ -12,7 +12,7 @@ from areal.config.section import Section, UserPath, temperature_conflicts
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
     top_p: float = Field(1.0, gt=0, le=1)
-    """nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)"""
+    """nucleus sampling; below 1 only if the objective does not use pi_behav (areal docs objectives)"""
     top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all; above 0 only as for `top_p`")
     min_p: float = Field(0.0, ge=0, le=1)
     """draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for `top_p`"""
@@ -52,7 +52,7 @@ class EngineConfig(Section):
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)"""
+    """further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (areal docs running)"""
 
     def conflicts(self) -> Iterator[str]:
         yield from vllm_conflicts(self.engine_options)
@@ -89,7 +89,7 @@ class ScorerConfig(EngineConfig):
     kind: Literal["logprobs", "reward_model", "judge"] = "logprobs"
     """logprobs: of the sampled tokens; reward_model: a classifier; judge: of `url: scorer:NAME`"""
     count: int = Field(1, ge=0)
-    """scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"""
+    """scorers of this name of a run on one machine; 0: they join it (areal run --role scorer)"""
     repeatable: bool = False
     """score one row at a time, without a prefix cache: its result is then the same to the last bit"""
     chat: bool = True

@@ -1,8 +1,10 @@
 """What is said of a configuration that is none."""
 
 import difflib
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
@@ -10,14 +12,25 @@ from areal.base.secrets import without_secrets
 from areal.config.reading import CONFIGS, read_yaml
 from areal.config.section import Section, section_in
 
-# So many keys are named where one is not known.
-FEW_KEYS = 12
+# So many keys are named where one is not known, and so many that it may stand for.
+FEW_KEYS, FEW_MEANT = 12, 3
+# How like a key has to be to what was written.
+LIKE, VERY_LIKE = 0.7, 0.8
 
 
 def other_names() -> dict[str, str]:
-    """Names of other libraries (docs/examples.md), and what they are here."""
+    """Names of other libraries (areal docs examples), and what they are here."""
     names: dict[str, str] = read_yaml((Path(__file__).with_name("other_names.yaml")).read_text())
     return names
+
+
+def is_about(error: ValidationError, key: str) -> bool:
+    """Whether the mistake is one of a key: it is at its place, or, of several keys, the sentence names it."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}."):
+        return True
+    return first["type"] == "value_error" and bool(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]\w)", first["msg"]))
 
 
 def sentence_of(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
@@ -26,30 +39,74 @@ def sentence_of(error: ValidationError, file: Path | str | None, kind: type[Sect
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
         case "extra_forbidden":
-            section: Any = kind
-            for part in first["loc"][:-1]:
-                if part in section.model_fields:  # else the place in a list, or the name in a mapping
-                    section = section_in(section.model_fields[part].annotation)
-            close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
-            if len(section.model_fields) > FEW_KEYS and not close:
-                hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
-            if first["loc"][-1] in (others := other_names()):
-                hint = f"here it is {others[first['loc'][-1]]}."
-            if "." in str(first["loc"][-1]):
-                hint = "keys with dots are for the command line; in a file write one section inside the other."
-            if key == "grid":
-                hint = f"a configuration with a grid is a sweep, areal sweep {place}."
-            return f"Unknown key {key!r} in {place}: {hint}"
+            names = [*map(str, first["loc"]), *_names_inside(first["input"])]
+            hint = _hint(names, place, _section_of(kind, first["loc"]), kind)
+            return f"Unknown key {'.'.join(names)!r} in {place}: {hint}"
         case "missing" if isinstance(first["loc"][-1], str):
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case "model_type" | "model_attributes_type":
             return f"{key} is a section, but has a value in {place}: `areal config {key}` lists its keys."
+        case "string_pattern_mismatch" if "tcp" in first["ctx"]["pattern"]:
+            return f"{key} is {first['input']!r:.80} in {place}, which is no address: write tcp://HOST:PORT."
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
             rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
             if callable(value):  # a loss, in a notebook
                 return f"{key} is a function of this process, but another calls it: write it to a file, FILE.py:NAME."
             return f"{key} is {value!r:.80} in {place}, but {rule[0].lower() + rule[1:]}."
+
+
+def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Section]:
+    """The section whose key is at the last of these places."""
+    section: Any = kind
+    for part in places[:-1]:
+        if part in section.model_fields:  # else the place in a list, or the name in a mapping
+            section = section_in(section.model_fields[part].annotation)
+    return section  # type: ignore[no-any-return]
+
+
+def _names_inside(value: Any) -> Iterator[str]:
+    """The names by which `a.b.c=1` goes on below `a`."""
+    while isinstance(value, dict) and len(value) == 1:
+        ((name, value),) = value.items()
+        yield str(name)
+
+
+def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[Section]) -> str:
+    """What to write in place of a key with these names, which `section` does not have. kind: has all keys."""
+    key, last = ".".join(names), names[-1]
+    others = other_names()
+    if key == "grid":
+        return f"a configuration with a grid is a sweep, areal sweep {place}."
+    if other := next((others[name] for name in (key, ".".join(names[-2:]), last) if name in others), None):
+        return f"here it is {other}."
+    if "." in names[0]:
+        return "keys with dots are for the command line; in a file write one section inside the other."
+    keys = [*keys_in(kind)]
+    meant = [one for one in keys if one.endswith(f".{last}") or one.replace(".", "_") == last]
+    if not meant:
+        before = key.rpartition(".")[0]
+        close = difflib.get_close_matches(last, section.model_fields, 1, LIKE)
+        meant = [f"{before}.{name}".lstrip(".") for name in close]
+    if not meant:
+        close = difflib.get_close_matches(last, [one.rpartition(".")[2] for one in keys], 1, VERY_LIKE)
+        meant = [one for one in keys if one.rpartition(".")[2] in close]
+    if 0 < len(meant) <= FEW_MEANT:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    if len(section.model_fields) > FEW_KEYS:
+        return (
+            f"`areal config {last if meant else names[0] if names[1:] else ''}".rstrip()
+            + "` lists those that are known."
+        )
+    return f"known are {', '.join(section.model_fields)}."
+
+
+def keys_in(section: type[Section], before: str = "") -> Iterator[str]:
+    """The keys of a section with their dots, without those in mappings and lists."""
+    for name, field in section.model_fields.items():
+        inner = section_in(field.annotation)
+        if get_origin(field.annotation) in (dict, tuple, list):
+            inner = None
+        yield from keys_in(inner, f"{before}{name}.") if inner else [f"{before}{name}"]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 
 from areal.base.errors import UserError, explain
-from areal.config.reading import OF_SOURCE, RepeatedKeyError, is_replaced, read_yaml
+from areal.config.reading import CONFIGS, OF_SOURCE, RepeatedKeyError, is_replaced, read_yaml
 from areal.config.section import Section, section_in
 
 
@@ -34,16 +34,41 @@ def split_override(override: str) -> tuple[str, str]:
     """The key of `key=value`, and its text. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
+        raise UserError(f"The override {override!r} is not of the form key=value: {_in_place_of(override)}.")
     return key, text
+
+
+def _in_place_of(word: str) -> str:
+    """What to write in place of a word of a command line that is neither an option, a file of YAML nor an override."""
+    named = next((name for name in (f"{word}.yaml", f"configs/{word}.yaml") if (CONFIGS.parent / name).is_file()), None)
+    if Path(f"{word}.yaml").is_file() or named:
+        return f"the configuration is {named or word + '.yaml'}"
+    if Path(word).is_dir() and (Path(word) / "config.yaml").is_file():
+        return f"a run goes on with --resume {word}"
+    if word.endswith((".json", ".toml")):
+        return f"a configuration is a file of YAML, {Path(word).with_suffix('.yaml')}; rows are data.source={word}"
+    if Path(word).is_file():
+        return f"rows are data.source={word}"
+    name = word.rstrip(":")
+    return f"write {name}=VALUE" if re.fullmatch(r"[a-z_]+(\.\w+)*", name) else "write, say, generator.count=2"
 
 
 def _yaml(text: str, override: str) -> Any:
     with (
-        explain((yaml.YAMLError, ValueError), f"What the override {override!r} sets is not YAML: quote it."),
+        explain(
+            (yaml.YAMLError, ValueError),
+            f"What the override {override!r} sets is not YAML ({{why}}): {_mend(text)}.",
+        ),
         explain(RepeatedKeyError, f"The override {override!r} {{why}}: remove one."),
     ):
         return read_yaml(text)
+
+
+def _mend(text: str) -> str:
+    for first, last in ("[]", "{}"):
+        if text.count(first) > text.count(last):
+            return f"close it with {last}, and write it between single quotes, which the shell takes away"
+    return "write it between two pairs of quotes, '\"...\"', of which the shell takes one away"
 
 
 def _unquoted(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,23 @@ def read_yaml(text: str) -> Any:
     """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
     aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
     with explain(RecursionError, "it is nested too deeply", yaml.YAMLError):
-        return yaml.load(text, _Loader)
+        try:
+            return yaml.load(text, _Loader)
+        except yaml.MarkedYAMLError as error:
+            raise yaml.YAMLError(_reason(error, text)) from None
+
+
+def _reason(error: yaml.MarkedYAMLError, text: str) -> str:
+    """What is wrong in the text, and in which of its lines."""
+    lines, reason = text.splitlines(), str(error.problem)
+    number = min(error.problem_mark.line, len(lines) - 1) if error.problem_mark else 0
+    if lines[number].lstrip(" ").startswith("\t"):
+        reason = "it is indented with a tab, in place of spaces"
+    elif reason.startswith("mapping values"):
+        reason = "it is indented further than the line before, or its value has a colon and no quotes"
+    elif reason.startswith("could not find expected"):
+        reason = "it has no colon with a space behind it"
+    return f"line {number + 1}, {lines[number].strip()!r:.80}: {reason}" if len(lines) > 1 else reason
 
 
 def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
@@ -97,28 +114,55 @@ def write_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
-def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_values(file: Path, bases: tuple[Path, ...] = (), *, beside: bool = True) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
-    first. `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
+    first. beside: whether paths are relative to the file; else all are relative to the working directory.
+    `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
     if file.parts[:1] == ("configs",) and not file.is_file() and (CONFIGS.parent / file).is_file():
         file = CONFIGS.parent / file
     if not file.is_file():
+        ours = next((path for path in CONFIGS.rglob(file.name) if not bases), None)
         how = f"correct the base in {bases[-1]}" if bases else "correct its path"
+        how = f"this name has {Path('configs', ours.relative_to(CONFIGS))}" if ours else how
         raise UserError(f"There is no configuration file {file}: {how}.")
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or a date that cannot be
     with (
-        explain(
-            no_yaml, f"{file} is not YAML: {{why}}.", lambda text: UserError(text.replace('"<unicode string>", ', ""))
-        ),
+        explain(no_yaml, f"{file} is not YAML: {{why}}."),
         explain(RepeatedKeyError, f"{file} {{why}}: remove one."),
         explain(OSError, f"{file} cannot be read ({{strerror}}): give another one."),
     ):
         values = read_yaml(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
-    return with_bases(values, file.parent, (*bases, file))
+        raise UserError(f"{file} must contain keys and values, `key: value`, as configs/quickstart.yaml does.")
+    return with_bases(with_paths(values, file.parent) if beside else values, file.parent, (*bases, file))
+
+
+def with_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """`value`, in which each text that is the relative path of a file below `folder` has the folder before it: a path,
+    FILE.py:NAME, or a word of a `command`; under FOLDER_KEYS also the path of a folder, with a slash in it. Other texts
+    stay as they are: they are no paths, or paths from the working directory. key: of the value."""
+    match value:
+        case _ if folder == Path() or key == "base":
+            return value
+        case dict():
+            return {_beside(name, folder): with_paths(inner, folder, name) for name, inner in value.items()}
+        case list():
+            return [with_paths(inner, folder, key) for inner in value]
+        case str() if key == "command":
+            return re.sub(r"\S+", lambda word: str(_beside(word[0], folder)), value)
+        case str():
+            return _beside(value, folder, key in FOLDER_KEYS)
+    return value
+
+
+def _beside(text: Any, folder: Path, folders: bool = False) -> Any:
+    file, colon, name = text.rpartition(":") if isinstance(text, str) and ".py:" in text else (text, "", "")
+    if not isinstance(file, str) or not re.search(r"[./]", file) or os.path.isabs(file):
+        return text
+    path = os.path.normpath(folder / file)
+    return path + colon + name if os.path.isfile(path) or (folders and "/" in file and os.path.isdir(path)) else text
 
 
 def with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
@@ -142,6 +186,9 @@ def is_replaced(section: Mapping[str, Any], source: Any) -> bool:
     names = [name.split(":")[:2] for name in (section.get("source"), source) if isinstance(name, str)]
     return len(names) == 2 and names[0] != names[1]
 
+
+# Keys whose value may be a folder.
+FOLDER_KEYS = ("model", "source", "eval_source")
 
 # Keys beside `source` that hold for it alone.
 OF_SOURCE = ("options", "split", "eval_source")

@@ -23,10 +23,12 @@ EXTERNAL = "external"
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
     workflow: str = "single_turn"
-    """a built-in workflow, or package.module:function (docs/workflows.md); external: that of a process that joins the
-    run (areal.train)"""
+    """a built-in workflow, or package.module:function (areal docs workflows); external: that of a process that joins
+    the run (areal.train)"""
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
-    endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
+    endpoint_host: str = Field(
+        "127.0.0.1", description="interface at which agents reach the policy (areal docs agents)"
+    )
     tool_call_parser: str = TOOL_CALL_PARSER
     """vLLM's parser of tool calls for agents, such as qwen3_xml"""
     reasoning_parser: str | None = None
@@ -139,7 +141,7 @@ class KeyConfig(Section):
 
 
 class GatewayConfig(Section):
-    """Gateways serve the policy to users while it learns, and train on their sessions (docs/gateway.md)."""
+    """Gateways serve the policy to users while it learns, and train on their sessions (areal docs gateway)."""
 
     count: int = Field(0, ge=0, description="gateways of a run on one machine; others may join (--role gateway)")
     share: float = Field(0.0, ge=0, le=1)
@@ -167,7 +169,7 @@ class GatewayConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.count and not self.keys:
-            yield "gateway.keys is empty, so that nobody could make a call: add one with its sha256 (docs/gateway.md)"
+            yield "gateway.keys is empty, so nobody could make a call: add one with its sha256 (areal docs gateway)"
         if (self.certificate is None) != (self.private_key is None):
             yield "TLS needs two files: set gateway.certificate and gateway.private_key, or neither"
         if not self.reward_range[0] < self.reward_range[1]:
@@ -227,10 +229,10 @@ class MasterConfig(Section):
 
 
 class NetworkConfig(Section):
-    """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
+    """How actors reach each other (areal docs security). Roles started by hand have options for the same."""
 
     keys: UserPath | None = None
-    """folder made by `python -m areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or
+    """folder made by `areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or
     on one machine keys of the run's own"""
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
 

@@ -32,7 +32,7 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """keyword arguments of rewards that are classes, by name of the reward"""
     external: list[str] = Field(default_factory=list)
-    """rewards that processes serve which join the run (areal.train, run.py --role reward); they are not started here"""
+    """rewards that processes serve which join the run (areal.train, areal run --role reward); none starts here"""
     groups: list[str] = Field(default_factory=list)
     """rewards that score all completions of a group at once; a start adds those that it serves itself"""
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
@@ -43,7 +43,7 @@ class RewardConfig(Section):
     quarantine_after: int = Field(3, ge=1, description="a completion is refused after so many dead or late workers")
     memory_gib: float | None = Field(None, gt=0, description="memory limit of a worker, GiB")
     cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
-    credit: Credit = Field("sample", description="which rewards a sampled token is credited with (docs/agents.md)")
+    credit: Credit = Field("sample", description="which rewards a sampled token is credited with (areal docs agents)")
     turn_discount: float = Field(1.0, ge=0, le=1, description="return_to_go: factor on a reward for each call between")
     overlong_tokens: int = Field(0, ge=0)
     """a completion loses up to 1 of its reward over this many tokens before max_new_tokens; 0: off"""

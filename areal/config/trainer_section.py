@@ -72,7 +72,7 @@ class LoraConfig(Section):
 
 
 class CriticConfig(Section):
-    """A critic: a value head on the policy's body, with generalised advantage estimates by token (docs/objectives.md).
+    """A critic: a value head on the policy's body, with generalised advantages by token (areal docs objectives).
 
     There is a critic only if a key of this section is given."""
 
@@ -103,12 +103,12 @@ class TrainerConfig(Section):
     on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)"""
     sequence_parallel: int = Field(1, ge=1)
     """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
-    counts the whole row (docs/packing.md)"""
+    counts the whole row (areal docs packing)"""
     expert_parallel: int = Field(1, ge=1)
     """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
-    (docs/models.md)"""
+    (areal docs models)"""
     tensor_parallel: int = Field(1, ge=1)
-    """ranks that compute each row together, each with a part of the heads and of the inner features (docs/models.md)"""
+    """ranks that compute each row together, each with a part of the heads and of the inner features (areal docs models)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
@@ -136,9 +136,9 @@ class TrainerConfig(Section):
     peak_tflops: float | None = Field(None, gt=0)
     """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
     deepspeed_options: dict[str, Any] = Field(default_factory=dict)
-    """further keys of DeepSpeed, such as {zero_optimization: {overlap_comm: false}} (docs/running.md)"""
+    """further keys of DeepSpeed, such as {zero_optimization: {overlap_comm: false}} (areal docs running)"""
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
-    objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
+    objective: str = Field("decoupled_ppo", description="the policy loss (areal docs objectives)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
     eps_clip_dual: float | None = Field(None, gt=1)
@@ -162,12 +162,12 @@ class TrainerConfig(Section):
     vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
     vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = "own"
-    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (docs/objectives.md)"""
+    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs objectives)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
     advantage: str = "normalised"
     """the estimator of advantages: normalised, by the next two keys, or `package.module:function` for your own
-    (docs/objectives.md)"""
+    (areal docs objectives)"""
     advantage_options: dict[str, Any] = Field(default_factory=dict, description="options of an estimator of your own")
     advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = "batch"
     """mean that a reward is compared with: of the batch (the paper), the group, or the group's other samples"""
@@ -182,7 +182,7 @@ class TrainerConfig(Section):
     """weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"""
     kl_coef: float = Field(0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: none")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"""
+    """k1 for kl_in=reward; k2 and k3 for either (areal docs objectives)"""
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = None
     """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model"""
@@ -358,6 +358,6 @@ class GuardConfig(Section):
     entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")
     logprob_gap: float | None = Field(None, gt=0)
     """maximum, nats: how far generators and trainer differ on the same weights; null: as far as their dtypes and
-    settings explain (docs/observe.md)"""
+    settings explain (areal docs observe)"""
     advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")

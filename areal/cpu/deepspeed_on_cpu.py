@@ -9,6 +9,10 @@ from areal.cpu.processor import avoid_broken_amx
 def set_environment(dtype: str) -> None:
     """Set the environment variables that DeepSpeed reads at import. dtype: the model's."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # If a folder of PATH may not be read, a program that is nowhere is "not permitted" in place of "not found", which
+    # is all that DeepSpeed expects of `numactl`.
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(folder for folder in folders if os.access(folder, os.X_OK))
     if dtype == "bfloat16":
         avoid_broken_amx()
 

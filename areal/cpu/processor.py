@@ -5,11 +5,23 @@ Some virtual machines announce Intel's AMX but kill what uses it (SIGILL). A chi
 
 import ctypes
 import functools
-import importlib.util
+import hashlib
 import os
+import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from areal.base.processes import cache_folder
+
+CPU = Path("/proc/cpuinfo")
+COMPILERS = ("cc", "gcc", "clang", "c++", "g++")
+# It takes a twentieth of a second.
+COMPILE_SECONDS = 60.0
 
 _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
 # oneDNN's limit on the instruction set, and its value without AMX. For other libraries: `without_amx`.
@@ -17,12 +29,52 @@ _ISA, _WITHOUT_AMX, _WITH_ALL = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "DEFAU
 
 
 def use_avx512() -> None:
-    """Have PyTorch's matrix products use AVX-512 also on AMD (`mkl.c`). Has an effect before torch is imported.
+    """Have PyTorch's matrix products use AVX-512 also on AMD (`mkl.c`). Has an effect before torch is imported."""
+    if hides_avx512() and (library := mkl_library()):
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
-    Without a C compiler at installation that file was not compiled, and this does nothing.
+
+def hides_avx512() -> bool:
+    """Whether MKL takes this processor for one without AVX-512, which it has: it trusts Intel's alone."""
+    return "avx512f" in _cpu_flags() and _first_of_cpu("vendor_id") != "GenuineIntel"
+
+
+def mkl_library(folders: Sequence[Path] = ()) -> Path | None:
+    """`mkl.c`, compiled at its first use, beside the source or else in the user's cache, or in the first of `folders`
+    that takes files. None: there is no C compiler, or no folder for the result.
+
+    Several processes may do this at once: each renames a whole file of its own to the name that all use.
     """
-    if (compiled := importlib.util.find_spec("areal.cpu._mkl")) and compiled.origin:
-        ctypes.CDLL(compiled.origin, ctypes.RTLD_GLOBAL)
+    source = Path(__file__).with_name("mkl.c")
+    digest = hashlib.blake2b(source.read_bytes(), digest_size=4).hexdigest()
+    places = [folder / f"mkl-{digest}-{platform.machine()}.so" for folder in folders or own_folders()]
+    made = next((place for place in places if place.is_file()), None)
+    if made or not (compiler := c_compiler()):
+        return made
+    return next((place for place in places if _compile(compiler, source, place)), None)
+
+
+def own_folders() -> list[Path]:
+    """Where a compiled file may lie: beside this one, and in the user's cache."""
+    return [Path(__file__).parent, cache_folder() / "areal"]
+
+
+def c_compiler() -> str | None:
+    """The program that compiles C; None if there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _compile(compiler: str, source: Path, target: Path) -> bool:
+    """Whether the library `target` was made."""
+    with suppress(OSError, subprocess.SubprocessError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mkl-") as folder:
+            made = Path(folder, target.name)
+            command = [compiler, "-x", "c", "-O2", "-fPIC", "-shared", str(source), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            made.replace(target)
+            return True
+    return False
 
 
 @functools.cache
@@ -49,5 +101,12 @@ def without_amx() -> bool:
 
 
 def _cpu_flags() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.is_file() else ""
+    return _first_of_cpu("flags") or _first_of_cpu("Features")  # the latter on Arm
+
+
+@functools.cache
+def _first_of_cpu(name: str) -> str:
+    """What /proc/cpuinfo says of the first core; of all cores it takes long on large machines."""
+    with suppress(OSError), CPU.open() as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    return ""

@@ -8,5 +8,6 @@ from areal.base.command_line import RoomTools
 def declare(tools: RoomTools) -> None:
     summary = "create the quickstart's model if it does not exist, and print its folder"
     add = tools.add("quickstart-model", "quickstart:make", summary).add_argument
-    add("folder", type=Path, metavar="PARENT_FOLDER")
+    words = "holds models of this kind (default: that of the quickstart, runs/models)"
+    add("folder", type=Path, metavar="PARENT_FOLDER", nargs="?", default=Path("runs", "models"), help=words)
     add("--seed", type=int, default=0)

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from areal.base.command_line import typed
 from areal.base.errors import UserError
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.samples.table import NOT_SAMPLED
@@ -60,8 +61,8 @@ class Digests:
 
     def command(self, alert: Alert) -> str:
         """The command that prints the rollouts of an alert; empty if the run keeps none."""
-        folder = shlex.quote(str(self._folder.parent))
-        return f'python -m areal rollouts {folder} --where "{alert.where}"' if self.has_rollouts else ""
+        words = f'rollouts {shlex.quote(str(self._folder.parent))} --where "{alert.where}"'
+        return typed(words) if self.has_rollouts else ""
 
     def alerts(
         self,

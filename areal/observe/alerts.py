@@ -76,7 +76,7 @@ class Alert:
 
     @property
     def where(self) -> str:
-        """The filters as an SQL condition, for `python -m areal rollouts --where`."""
+        """The filters as an SQL condition, for `areal rollouts --where`."""
         return " and ".join(_sql(name, value) for name, value in self.filters.items())
 
 
@@ -357,7 +357,7 @@ def _nothing_trained(moves: Curve) -> Iterator[Alert]:
     if first := moves.since(moves.means == 0):
         sentence = (
             f"No step has moved the weights since step {first}, as every token was masked: raise max_staleness or "
-            f"sampling.max_new_tokens, or widen the bounds of the masks (docs/objectives.md)."
+            f"sampling.max_new_tokens, or widen the bounds of the masks (areal docs objectives)."
         )
         yield _alert("nothing trained", moves, first, sentence)
 

@@ -191,7 +191,7 @@ def _check_call(name: str, target: Any) -> None:
         raise UserError(
             f"reward {name!r} takes lists, as rewards of TRL do: write it for one completion, "
             f"def reward(prompt, completion, row), or for a group, def group_score(prompt, completions, rows) "
-            f"(docs/rewards.md)"
+            f"(areal docs rewards)"
         )
     bound = is_class and not isinstance(
         inspect.getattr_static(target, _method_name(target)), staticmethod | classmethod

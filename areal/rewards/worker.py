@@ -29,7 +29,7 @@ import msgpack
 
 from areal.base.errors import UserError
 from areal.base.processes import die_with_parent
-from areal.base.text import error_text
+from areal.base.text import LIBRARIES, error_text, place_in
 from areal.rewards.functions import RewardFunction, resolve
 from areal.rewards.result import Result, RewardError
 
@@ -37,6 +37,7 @@ LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
 # A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
 FULL = 7 / 8
+NOT_OF_THE_USER = (*LIBRARIES, f"{Path(__file__).parents[1]}/", "<frozen ")
 _PID = os.getpid()
 _printed: set[tuple[tuple[str, int | None], ...]] = set()
 
@@ -81,13 +82,15 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except BaseException as error:  # the user's function runs here and may raise anything
-        # Print the traceback of the first error from each place: while a service is down, all calls raise the same.
-        place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-        if place not in _printed:
+        # The reason has the line of the user's that raised. If others led there, they are printed, once for each place:
+        # while a service is down, all calls raise the same.
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_OF_THE_USER)]
+        place = tuple((frame.filename, frame.lineno) for frame in frames)
+        if len(frames) > 1 and place not in _printed:
             _printed.add(place)
-            traceback.print_exception(error)
+            print("".join(traceback.format_list(frames)) + error_text(error), file=sys.stderr, flush=True)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
-        return [kind, error_text(error)[:MAX_REASON_CHARACTERS]]
+        return [kind, (error_text(error) + place_in(frames))[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", results(value)]
     except RewardError as error:

@@ -131,7 +131,7 @@ def _hook(name: str, kind: str) -> Callable[..., Any] | None:
 def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
     """The workflow with its options set. name: for messages. Raises UserError."""
     if not _is_async(workflow):
-        raise UserError(f"The workflow {name!r} is no async function: write `async def` (docs/workflows.md).")
+        raise UserError(f"The workflow {name!r} is no async function: write `async def` (areal docs workflows).")
     return functools.partial(workflow, **_checked(name, workflow, options))
 
 

@@ -120,8 +120,8 @@ def _same(section: type[Section], described: type[Section], key: str) -> bool:
 
 
 def _linked(text: str) -> str:
-    """Turns the name of a page, as the code writes it (`docs/x.md`), into a link to the page."""
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    """Turns the name of a page, as the code writes it (`areal docs x`, `docs/x.md`), into a link to the page."""
+    return re.sub(r"(?:areal docs |docs/)(\w+)(?:\.md)?", r"[\1.md](\1.md)", text)
 
 
 if __name__ == "__main__":

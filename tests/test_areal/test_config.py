@@ -516,3 +516,75 @@ def test_the_configuration_of_a_master_of_another_version_is_refused_in_one_sent
     assert from_message(values) == config
     with pytest.raises(UserError, match=r"version of this program that the master has: Unknown key 'trainer.new' in "):
         from_message(values | {"trainer": {"new": 1}})
+
+
+def test_a_path_in_a_file_is_that_of_a_file_beside_it_and_else_stays_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    for name in ("reward.py", "rows.jsonl", "agent.py", "server.py"):
+        (tmp_path / "mine" / name).touch()
+    options = {"command": "python agent.py --fast", "servers": {"shop": {"args": ["server.py", "other.py"]}}}
+    values = {
+        "model": "./model",
+        "data": {"source": "rows.jsonl", "eval_source": "held_out.jsonl", "system_prompt": "See reward.py"},
+        "reward": {"functions": {"reward.py:score": 1, "elsewhere.py:score": 1, "math": 1}},
+        "rollout_manager": {"workflow": "agent", "workflow_options": options},
+    }
+    written(tmp_path / "mine", below=values)
+    file = written(tmp_path, run={"base": "mine/below.yaml"})
+    sizes = ["steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=1"]
+    config = load_config(file.relative_to(tmp_path), sizes)
+    assert config.model == "mine/model"
+    assert (config.data.source, config.data.eval_source) == ("mine/rows.jsonl", "held_out.jsonl")
+    assert config.data.system_prompt == "See reward.py"
+    assert [*config.reward.functions] == ["mine/reward.py:score", "elsewhere.py:score", "math"]
+    assert config.rollout_manager.workflow_options == {
+        "command": "python mine/agent.py --fast",
+        "servers": {"shop": {"args": ["mine/server.py", "other.py"]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("lr=1", "did you mean 'trainer.lr' or 'trainer.critic.lr'?"),
+        ("trainer_lr=1", "did you mean 'trainer.lr'?"),
+        ("temperature=1", "did you mean 'sampling.temperature' or 'evaluator.temperature'?"),
+        ("workflow=agent", "did you mean 'rollout_manager.workflow'?"),
+        (
+            "actor_rollout_ref.rollout.n=8",
+            "Unknown key 'actor_rollout_ref.rollout.n' in the overrides: here it is group_size.",
+        ),
+        ("sampling.temperature=0", "raise sampling.temperature (the overrides)."),
+        ("master.address=5555", "which is no address: write tcp://HOST:PORT."),
+        ("reward.functions=[math", "close it with ]"),
+        ("max_staleness", "write max_staleness=VALUE."),
+        ("quickstart", "the configuration is configs/quickstart.yaml."),
+        ("rows.jsonl", "rows are data.source=rows.jsonl."),
+        ("cfg.json", "a configuration is a file of YAML, cfg.yaml"),
+    ],
+)
+def test_a_mistake_of_a_command_line_is_told_with_what_to_write(override, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    with pytest.raises(UserError, match=re.escape(hint)):
+        load_config(CONFIGS / "quickstart.yaml", [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("name: x\n  steps: 3\n", "line 2, 'steps: 3': it is indented further than the line before"),
+        ("name: x\ntrainer:\n\tlr: 1\n", "line 3, 'lr: 1': it is indented with a tab"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_told_with_its_line(text, reason, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(reason)):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_key_of_a_file_is_not_blamed_on_an_override_that_has_nothing_to_do_with_it(tmp_path):
+    file = written(tmp_path, run=RUN | {"sampling": {"max_new_tokens": 8, "temperature": 0}})
+    with pytest.raises(UserError, match=re.escape(f"({file}).")):
+        load_config(file, ["batch_size=5"])

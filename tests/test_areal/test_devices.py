@@ -21,7 +21,7 @@ from areal.devices import (
     CORES,
     ENGINE_CORES,
     SHARES,
-    _listed_by_driver,
+    listed_devices,
     deal_out,
     deal_out_cores,
     deal_out_devices,
@@ -205,21 +205,21 @@ def test_else_the_driver_tells(monkeypatch, tmp_path):
     driver.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    _listed_by_driver.cache_clear()
+    listed_devices.cache_clear()
     assert visible_devices() == ["0", "1"]
     driver.unlink()
     assert visible_devices() == ["0", "1"]  # it is asked once
     monkeypatch.setattr(areal.devices, "DEVICE_FILES", tmp_path)
-    _listed_by_driver.cache_clear()
+    listed_devices.cache_clear()
     assert visible_devices() == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    _listed_by_driver.cache_clear()
+    listed_devices.cache_clear()
     assert visible_devices() == ["0"]  # torch is loaded
     for name in ("nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
-    _listed_by_driver.cache_clear()
+    listed_devices.cache_clear()
     assert visible_devices() == ["0", "1", "2"]  # as in a container that has three of eight, and no tool
-    _listed_by_driver.cache_clear()
+    listed_devices.cache_clear()
 
 
 def test_where_every_core_is_somebodys_each_engine_keeps_its_own():

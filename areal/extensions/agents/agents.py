@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -22,7 +21,7 @@ from pydantic import Field
 from areal.base.children import kill_group
 from areal.base.errors import UserError, explain
 from areal.base.plugins import load
-from areal.base.processes import plain_environment, tied
+from areal.base.processes import find_program, plain_environment, tied
 from areal.data.rows import Row
 from areal.extensions.agents.openai_api import Access
 from areal.samples.trajectory import Trajectory
@@ -65,7 +64,7 @@ def check(options: Mapping[str, Any]) -> None:
         )
     if function:
         _check_function(function, load(function, "The agent"))
-    if command and not shutil.which(_program(command)):
+    if command and not find_program(_program(command)):
         raise UserError(f"There is no program {_program(command)!r} to start: correct {_WHERE}.command.")
     _check_range(options.get("reward_range"), options.get("agent_reward", False))
 

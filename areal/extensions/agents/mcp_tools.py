@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TextIO
@@ -18,7 +17,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from areal.base.errors import UserError, explain
-from areal.base.processes import plain_environment, tied
+from areal.base.processes import find_program, plain_environment, tied
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.agents.agents import Seconds
@@ -106,7 +105,7 @@ def check(servers: Mapping[str, Server]) -> None:
     for name, server in servers.items():
         if bool(server.command) == bool(server.url):
             raise UserError(f"{where}.{name} needs one of command and url.")
-        if server.command and not shutil.which(server.command):
+        if server.command and not find_program(server.command):
             raise UserError(f"There is no program {server.command!r} to start: correct {where}.{name}.command.")
 
 

@@ -38,10 +38,10 @@ log = structlog.get_logger()
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
 Event = Json | Literal["[DONE]"]
 
-NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (docs/agents.md)"
+NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (areal docs agents)"
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
-NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (docs/agents.md)"
+NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (areal docs agents)"
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]

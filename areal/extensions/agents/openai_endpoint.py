@@ -52,7 +52,7 @@ FOR_NOW, RETRY_AFTER = (429, 503), "5"
 NO_REWARD = (
     "a reward needs the sample's reward key as `key`, which an agent gets where "
     "rollout_manager.workflow_options.agent_reward is true: the run's reward functions score all other samples "
-    "(docs/agents.md)"
+    "(areal docs agents)"
 )
 
 

@@ -1,6 +1,6 @@
 """Runs side by side: the settings in which they differ, and their figures, as means over seeds.
 
-`python -m areal compare RUN RUN ...` prints them, and the page of several runs shows them. Of a run that goes on, they
+`areal compare RUN RUN ...` prints them, and the page of several runs shows them. Of a run that goes on, they
 are the figures so far.
 """
 

@@ -1,4 +1,4 @@
-"""The tool `python -m areal plan`: reads its numbers, from options or a run, and prints the plan."""
+"""The tool `areal plan`: reads its numbers, from options or a run, and prints the plan."""
 
 import math
 import re

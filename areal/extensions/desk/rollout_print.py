@@ -1,4 +1,4 @@
-"""`python -m areal rollouts`: prints rollouts in a terminal."""
+"""`areal rollouts`: prints rollouts in a terminal."""
 
 import json
 import os

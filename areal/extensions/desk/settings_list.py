@@ -3,10 +3,12 @@
 import ast
 import inspect
 import json
+import re
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import date
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +40,10 @@ def print_keys(options: Namespace) -> None:
         if all(word in f"{key} {meaning}".lower() for word in words):
             table.add_row(key, value_of(field).replace("`", ""), meaning)
     if not table.row_count:
-        raise UserError(f"No key of the configuration has to do with {' '.join(words)}: leave out a word.")
+        known = {part for key, *_ in keys_of(Config) for part in re.split(r"[._]", key)}
+        close = [name for word in words if word not in known for name in get_close_matches(word, known, 1)]
+        advice = f"did you mean {' '.join(close)}?" if close else "leave out a word."
+        raise UserError(f"No key of the configuration has to do with {' '.join(words)}: {advice}")
     for column in table.columns[1:]:
         column.overflow = "fold"
     output(160).print(table)

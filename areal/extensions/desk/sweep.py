@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from areal.base.command_line import typed
 from areal.base.errors import UserError
 from areal.base.processes import START, SUPERVISED, stop_signals
 from areal.base.secrets import without_secrets
@@ -109,7 +110,7 @@ def print_commands(runs: Sequence[SweptRun]) -> None:
     for run in runs:
         run.write()
         if not run.finished:
-            print(shlex.join(["python", "run.py", *run.arguments()]))
+            print(typed(shlex.join(["run", *run.arguments()])))
 
 
 class Sweep:

@@ -64,7 +64,7 @@ def check_tests(config: Config, rows: Iterator[Row]) -> None:
     if inside:
         print(
             f"Note: the tests of {inside} of the {checked} rows of {config.data.named} that were checked run beside "
-            f"the program, which can forge their verdict (docs/sandbox.md).",
+            f"the program, which can forge their verdict (areal docs sandbox).",
             file=sys.stderr,
         )
     if flaws:
@@ -72,7 +72,7 @@ def check_tests(config: Config, rows: Iterator[Row]) -> None:
             f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
         )
         if len(flaws) == checked:
-            raise UserError(f"{message}, as {flaws[0]}: give rows with tests (docs/sandbox.md), or another reward.")
+            raise UserError(f"{message}, as {flaws[0]}: give rows with tests (areal docs sandbox), or another reward.")
         if config.data.weak_tests == "refuse":
             raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
         print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)

@@ -104,7 +104,7 @@ class CodeTests:
         if self._config.tests == "outside":
             raise RewardError(
                 f"the row's tests cannot be judged outside the program: {outside}: remove the row, or set "
-                f"sandbox.tests=inside_where_needed (docs/sandbox.md)"
+                f"sandbox.tests=inside_where_needed (areal docs sandbox)"
             )
         if inside := await self._once(self._hindrance, "inside", tests, *programs):
             raise RewardError(f"the row's tests cannot be judged: {inside}")

@@ -35,8 +35,8 @@ _FIELD = "label=areal="
 
 
 class BubbleSandbox(Sandbox):
-    """Namespaces of this machine (docs/sandbox.md): the system's folders, Python and the installed packages, read-only,
-    and an empty /tmp in memory. What a command leaves running ends with it."""
+    """Namespaces of this machine (areal docs sandbox): the system's folders, Python and the installed packages,
+    read-only, and an empty /tmp in memory. What a command leaves running ends with it."""
 
     def __init__(self, programs: Programs, limits: Limits) -> None:
         self._programs, self._limits = programs, limits

@@ -1,4 +1,4 @@
-"""Checks the rows of a data set before a run: `python -m areal score --check-data`.
+"""Checks the rows of a data set before a run: `areal score --check-data`.
 
 A row is good if what computes nothing does not get the full score, and if the row's own solution does, if it has one.
 For `code`, the former are programs whose functions return None, [], 0, their first argument and so on
@@ -11,7 +11,7 @@ Each line of the output is the result of one line of the input, in the same orde
      "inside": false}
 
 `status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
-none. `inside`: its tests run beside the program, which can forge their verdict (docs/sandbox.md).
+none. `inside`: its tests run beside the program, which can forge their verdict (areal docs sandbox).
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Scores existing completions in the same way as a run: `python -m areal score`.
+"""Scores existing completions in the same way as a run: `areal score`.
 
 Each line of the input is an object with `prompt`, `completion`, and the fields that the reward needs (`answer`,
 `tests`, ...). If a row has no completion but a `canonical_solution`, as in HumanEval, that is scored. Each line of the

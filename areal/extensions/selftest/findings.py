@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-REPORT = "Report it with selftest.json attached (docs/gpu.md)."
+REPORT = "Report it with selftest.json attached (areal docs gpu)."
 Verdict = Literal["ok", "FAILED", "skipped"]
 
 SHARE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}

@@ -1,4 +1,4 @@
-"""The tool `python -m areal selftest`: starts the processes of the self-test, and tells what they have found."""
+"""The tool `areal selftest`: starts the processes of the self-test, and tells what they have found."""
 
 import argparse
 import contextlib

@@ -1,6 +1,6 @@
 """Sends the numbers of a run to TensorBoard, and to W&B, trackio and MLflow if the configuration names a project.
 
-A separate process (`python -m areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and
+A separate process (`areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and
 evaluations.jsonl and passes every record to each sink. Its failure does not fail the run. `tracked.json` holds the last
 record that was sent from each file, so that a resumed run sends nothing twice.
 """

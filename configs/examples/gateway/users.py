@@ -46,8 +46,8 @@ def main() -> int:
     client = openai.OpenAI(
         base_url=f"http://127.0.0.1:{options.get('gateway.port', PORT)}/v1", api_key=KEY, max_retries=5
     )
-    command = [sys.executable, "run.py", str(FOLDER / "run.yaml"), *sys.argv[1:]]
-    with subprocess.Popen(command, cwd=FOLDER.parents[2]) as run:
+    command = [sys.executable, "-m", "areal", "run", str(FOLDER / "run.yaml"), *sys.argv[1:]]
+    with subprocess.Popen(command) as run:
         over = threading.Event()
         while run.poll() is None:
             try:
