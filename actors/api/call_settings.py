@@ -105,11 +105,11 @@ def settings_of(
     return Settings(complete, (folder / FILE).absolute(), functions, function)
 
 
-def _check_given_once(given: Mapping[str, Any]) -> None:
+def _check_given_once(settings: Mapping[str, Any]) -> None:
     """Raises UserError if a key with dots is also in a section that is given as a dict."""
-    for key in (key for key in given if "." in key):
+    for key in (key for key in settings if "." in key):
         *sections, last = key.split(".")
-        value: Any = given
+        value: Any = settings
         for section in sections:
             value = value.get(section) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping) and last in value:

@@ -390,7 +390,7 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
     if hides_avx512() and not mkl_library():
         print(
             "Note: there is no C compiler here, which areal/cpu/mkl.c takes, so products of matrices use half of this "
-            "processor and differ in their last bits from those with it: install one, on Debian by apt-get install gcc.",
+            "processor and differ in their last bits from those with it: install gcc.",
             file=sys.stderr,
         )
     halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]

@@ -64,7 +64,7 @@ def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Sect
     for part in places[:-1]:
         if part in section.model_fields:  # else the place in a list, or the name in a mapping
             section = section_in(section.model_fields[part].annotation)
-    return section  # type: ignore[no-any-return]
+    return section
 
 
 def _names_inside(value: Any) -> Iterator[str]:
@@ -77,22 +77,22 @@ def _names_inside(value: Any) -> Iterator[str]:
 def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[Section]) -> str:
     """What to write in place of a key with these names, which `section` does not have. kind: has all keys."""
     key, last = ".".join(names), names[-1]
-    others = other_names()
-    if key == "grid":
+    translations = other_names()
+    if names[0] == "grid":
         return f"a configuration with a grid is a sweep, areal sweep {place}."
-    if other := next((others[name] for name in (key, ".".join(names[-2:]), last) if name in others), None):
-        return f"here it is {other}."
+    if name := next((name for name in (key, ".".join(names[-2:]), last) if name in translations), None):
+        return f"here it is {translations[name]}."
     if "." in names[0]:
         return "keys with dots are for the command line; in a file write one section inside the other."
     keys = [*keys_in(kind)]
-    meant = [one for one in keys if one.endswith(f".{last}") or one.replace(".", "_") == last]
+    meant = [name for name in keys if name.endswith(f".{last}") or name.replace(".", "_") == last]
     if not meant:
-        before = key.rpartition(".")[0]
+        parent = key.rpartition(".")[0]
         close = difflib.get_close_matches(last, section.model_fields, 1, LIKE)
-        meant = [f"{before}.{name}".lstrip(".") for name in close]
+        meant = [f"{parent}.{name}".lstrip(".") for name in close]
     if not meant:
-        close = difflib.get_close_matches(last, [one.rpartition(".")[2] for one in keys], 1, VERY_LIKE)
-        meant = [one for one in keys if one.rpartition(".")[2] in close]
+        close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in keys], 1, VERY_LIKE)
+        meant = [name for name in keys if name.rpartition(".")[2] in close]
     if 0 < len(meant) <= FEW_MEANT:
         return f"did you mean {' or '.join(map(repr, meant))}?"
     if len(section.model_fields) > FEW_KEYS:
@@ -103,10 +103,10 @@ def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[S
     return f"known are {', '.join(section.model_fields)}."
 
 
-def keys_in(section: type[Section], before: str = "") -> Iterator[str]:
+def keys_in(section: type[Section], prefix: str = "") -> Iterator[str]:
     """The keys of a section with their dots, without those in mappings and lists."""
     for name, field in section.model_fields.items():
         inner = section_in(field.annotation)
         if get_origin(field.annotation) in (dict, tuple, list):
             inner = None
-        yield from keys_in(inner, f"{before}{name}.") if inner else [f"{before}{name}"]
+        yield from keys_in(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]

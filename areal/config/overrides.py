@@ -40,9 +40,11 @@ def split_override(override: str) -> tuple[str, str]:
 
 def _in_place_of(word: str) -> str:
     """What to write in place of a word of a command line that is neither an option, a file of YAML nor an override."""
-    named = next((name for name in (f"{word}.yaml", f"configs/{word}.yaml") if (CONFIGS.parent / name).is_file()), None)
-    if Path(f"{word}.yaml").is_file() or named:
-        return f"the configuration is {named or word + '.yaml'}"
+    packaged = next(
+        (name for name in (f"{word}.yaml", f"configs/{word}.yaml") if (CONFIGS.parent / name).is_file()), None
+    )
+    if Path(f"{word}.yaml").is_file() or packaged:
+        return f"the configuration is {packaged or word + '.yaml'}"
     if Path(word).is_dir() and (Path(word) / "config.yaml").is_file():
         return f"a run goes on with --resume {word}"
     if word.endswith((".json", ".toml")):

@@ -48,9 +48,9 @@ def mkl_library(folders: Sequence[Path] = ()) -> Path | None:
     source = Path(__file__).with_name("mkl.c")
     digest = hashlib.blake2b(source.read_bytes(), digest_size=4).hexdigest()
     places = [folder / f"mkl-{digest}-{platform.machine()}.so" for folder in folders or own_folders()]
-    made = next((place for place in places if place.is_file()), None)
-    if made or not (compiler := c_compiler()):
-        return made
+    library = next((place for place in places if place.is_file()), None)
+    if library or not (compiler := c_compiler()):
+        return library
     return next((place for place in places if _compile(compiler, source, place)), None)
 
 
@@ -69,10 +69,10 @@ def _compile(compiler: str, source: Path, target: Path) -> bool:
     with suppress(OSError, subprocess.SubprocessError):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mkl-") as folder:
-            made = Path(folder, target.name)
-            command = [compiler, "-x", "c", "-O2", "-fPIC", "-shared", str(source), "-o", str(made)]
+            library = Path(folder, target.name)
+            command = [compiler, "-x", "c", "-O2", "-fPIC", "-shared", str(source), "-o", str(library)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-            made.replace(target)
+            library.replace(target)
             return True
     return False
 

@@ -36,7 +36,7 @@ from areal.rewards.result import Result, RewardError
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
 # A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
-FULL = 7 / 8
+FULL = 3 / 4
 NOT_OF_THE_USER = (*LIBRARIES, f"{Path(__file__).parents[1]}/", "<frozen ")
 _PID = os.getpid()
 _printed: set[tuple[tuple[str, int | None], ...]] = set()

@@ -44,7 +44,7 @@ it, and limits follow, but not the obvious ones: no count, size or time is negat
 FINE_TUNING = """\
 ## Supervised fine-tuning
 
-These are the keys of `python -m areal sft --model FOLDER --data FILE.jsonl --output FOLDER key=value ...`, which trains
+These are the keys of `areal sft --model FOLDER --data FILE.jsonl --output FOLDER key=value ...`, which trains
 a model that a run can start from. The keys of its section `trainer` are those of a run.
 """
 

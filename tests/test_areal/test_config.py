@@ -363,7 +363,7 @@ def test_benchmarks_survive_being_written_and_read():
         ("{aime24: 3}", "neither a list of names nor a mapping of names to keys"),
         ("3", "neither a list of names nor a mapping"),
         ("{a/b: {source: x.jsonl}}", "The benchmark 'a/b' in evaluator.benchmarks has a name that no file can have"),
-        ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'samples'"),
+        ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'benchmarks.aime24.samples'"),
         ("{aime24: {temperature: 0}}", "has 32 samples, but at temperature 0 they are all the same"),
         ("{m: {source: a.jsonl, eval_source: b.jsonl}}", "has the eval_source 'b.jsonl' too"),
         ("{m: {source: a.jsonl, dates: [2024]}}", "benchmarks.m.dates"),
@@ -537,7 +537,7 @@ def test_a_path_in_a_file_is_that_of_a_file_beside_it_and_else_stays_as_it_is(tm
     assert config.model == "mine/model"
     assert (config.data.source, config.data.eval_source) == ("mine/rows.jsonl", "held_out.jsonl")
     assert config.data.system_prompt == "See reward.py"
-    assert [*config.reward.functions] == ["mine/reward.py:score", "elsewhere.py:score", "math"]
+    assert {*config.reward.functions} == {"mine/reward.py:score", "elsewhere.py:score", "math"}
     assert config.rollout_manager.workflow_options == {
         "command": "python mine/agent.py --fast",
         "servers": {"shop": {"args": ["mine/server.py", "other.py"]}},

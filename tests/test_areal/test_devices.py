@@ -21,13 +21,13 @@ from areal.devices import (
     CORES,
     ENGINE_CORES,
     SHARES,
-    listed_devices,
     deal_out,
     deal_out_cores,
     deal_out_devices,
     engine_cores,
     free_memory,
     host_memory,
+    listed_devices,
     settle,
     visible_devices,
 )
@@ -121,6 +121,7 @@ def test_options_of_the_engine_may_multiply_its_devices():
 
 
 def test_only_a_trainer_of_one_rank_and_one_generator_share_a_single_device(capsys, monkeypatch):
+    monkeypatch.setattr(areal.devices, "listed_devices", lambda: ["0"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
     own = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
     assert deal_out(run_of(), ALL) == {name: {**own, SHARES: "1"} for name in ("trainer/0", "generator/0")}

@@ -1,4 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), and the workflow `tools`.
+"""Tools of MCP servers (Model Context Protocol).
 
 A server that is named by a command is a program, started for each sample, so that no sample sees what another one has
 left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
@@ -18,14 +18,6 @@ from pydantic import BaseModel
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import find_program, plain_environment, tied
-from areal.config.scoring import SandboxConfig
-from areal.data.rows import Row
-from areal.extensions.agents.agents import Seconds
-from areal.extensions.agents.tool_calls import use_tools
-from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Turns, with_hooks
-from areal.workflows.conversation import messages_of
-from areal.workflows.session import Session
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
 TIMEOUT_SECONDS = 60.0
@@ -100,8 +92,6 @@ def check(servers: Mapping[str, Server]) -> None:
     where = "rollout_manager.workflow_options.servers"
     if importlib.util.find_spec("mcp") is None:
         raise UserError("The workflow tools needs the MCP library: pip install 'mcp==2.3.0'.")
-    if not servers:
-        raise UserError(f"The workflow tools needs a server: set {where}={{NAME: {{command: ..., args: [...]}}}}.")
     for name, server in servers.items():
         if bool(server.command) == bool(server.url):
             raise UserError(f"{where}.{name} needs one of command and url.")
@@ -109,7 +99,7 @@ def check(servers: Mapping[str, Server]) -> None:
             raise UserError(f"There is no program {server.command!r} to start: correct {where}.{name}.command.")
 
 
-def rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
+def rehearse(options: Mapping[str, Any]) -> None:
     """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
     servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
 
@@ -228,20 +218,3 @@ def _is_repeated(structured: Any, texts: list[str]) -> bool:
         with contextlib.suppress(ValueError, RecursionError):
             readings.append(json.loads(text))
     return structured is None or any(value in readings for value in values)
-
-
-@with_hooks(check=lambda options: check(options["servers"]), rehearse=rehearse)
-async def tools(
-    session: Session,
-    row: Row,
-    *,
-    servers: dict[str, Server],
-    max_turns: Turns = 8,
-    max_output: Turns = 4000,
-    timeout_seconds: Seconds = TIMEOUT_SECONDS,
-) -> Trajectory:
-    """The policy may call the tools of MCP servers, and continues with their results (each at most
-    `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
-    async with opened(servers, timeout_seconds) as offered:
-        answer = await use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)
-    return session.trajectory(await session.score(answer, session.calls[-1].tokens))

@@ -40,8 +40,8 @@ def print_keys(options: Namespace) -> None:
         if all(word in f"{key} {meaning}".lower() for word in words):
             table.add_row(key, value_of(field).replace("`", ""), meaning)
     if not table.row_count:
-        known = {part for key, *_ in keys_of(Config) for part in re.split(r"[._]", key)}
-        close = [name for word in words if word not in known for name in get_close_matches(word, known, 1)]
+        parts = {part for key, *_ in keys_of(Config) for part in re.split(r"[._]", key)}
+        close = [name for word in words if word not in parts for name in get_close_matches(word, parts, 1)]
         advice = f"did you mean {' '.join(close)}?" if close else "leave out a word."
         raise UserError(f"No key of the configuration has to do with {' '.join(words)}: {advice}")
     for column in table.columns[1:]:

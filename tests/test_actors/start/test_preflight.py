@@ -288,7 +288,9 @@ def test_the_start_says_how_many_rows_are_judged_beside_the_program(tmp_path, ca
     check_tests(tmp_path, *tests, sandbox={"tests": "inside_where_needed"})
     note = capsys.readouterr().err
     assert note.startswith("Note: the tests of 2 of the 3 rows of data.source") and len(note.splitlines()) == 1
-    assert note.endswith("that were checked run beside the program, which can forge their verdict (docs/sandbox.md).\n")
+    assert note.endswith(
+        "that were checked run beside the program, which can forge their verdict (areal docs sandbox).\n"
+    )
 
 
 def test_prompts_that_do_not_name_what_their_tests_call_are_refused_or_told(tmp_path, capsys):

@@ -14,7 +14,7 @@ COMPILE = """
 import ctypes, sys
 from pathlib import Path
 from areal.cpu.processor import mkl_library
-library = mkl_library([Path(sys.argv[1], "no folder\0"), Path(sys.argv[1])])
+library = mkl_library([Path(sys.executable, "no folder"), Path(sys.argv[1])])
 ctypes.CDLL(str(library)).mkl_serv_intel_cpu_true
 print(library)
 """

@@ -242,7 +242,9 @@ async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_
 async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
     async with pool_of("raises", "raises_this", "exits", "interrupts", "nan", "text", "gives_up", "echo") as pool:
         for _ in range(2):
-            assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
+            kind, reason = await failure(pool, "own:raises")
+            assert kind == "raised" and reason.startswith("KeyError: 'no such thing', in ")
+            assert reason.endswith('own.py, line 42: raise KeyError("no such thing")'), "it names the user's own line"
         assert (await failure(pool, "own:raises_this"))[0] == "raised"
         assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
         assert await failure(pool, "own:interrupts") == ("raised", "KeyboardInterrupt: now")

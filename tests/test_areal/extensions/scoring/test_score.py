@@ -127,7 +127,7 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
     assert code == 1
     idle = "if functions return None, the score is full"
     refused = "the row's tests cannot be judged outside the program: "
-    advice = ": remove the row, or set sandbox.tests=inside_where_needed (docs/sandbox.md)"
+    advice = ": remove the row, or set sandbox.tests=inside_where_needed (areal docs sandbox)"
     assert results == [
         GOOD,
         GOOD,
