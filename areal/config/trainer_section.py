@@ -108,7 +108,7 @@ class TrainerConfig(Section):
     """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
     (areal docs models)"""
     tensor_parallel: int = Field(1, ge=1)
-    """ranks that compute each row together, each with a part of the heads and of the inner features (areal docs models)"""
+    """ranks that compute each row together, each with a part of heads and inner features (areal docs models)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")

@@ -69,7 +69,7 @@ def schema_of(name: str, function: Any) -> dict[str, Any]:
     return {"type": "function", "function": offered}
 
 
-async def _result(function: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+async def _result(function: Any, fields: Mapping[str, Any]) -> Any:
     """What the function returns for these arguments, once they have the types of its annotations."""
     adapter = TypeAdapter[Any](function)
     call = ArgsKwargs((), dict(fields))

@@ -246,17 +246,15 @@ async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
             assert kind == "raised" and reason.startswith("KeyError: 'no such thing', in ")
             assert reason.endswith('own.py, line 42: raise KeyError("no such thing")'), "it names the user's own line"
         assert (await failure(pool, "own:raises_this"))[0] == "raised"
-        assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
-        assert await failure(pool, "own:interrupts") == ("raised", "KeyboardInterrupt: now")
+        for name, reason in {"exits": "SystemExit: bye, in ", "interrupts": "KeyboardInterrupt: now, in "}.items():
+            assert (await failure(pool, f"own:{name}"))[1].startswith(reason)
         assert await failure(pool, "own:gives_up") == ("raised", "it was cancelled")
         assert (await failure(pool, "own:nan"))[0] == "not_finite"
         assert (await failure(pool, "own:text"))[0] == "not_finite"
         assert (await failure(pool, "own:other"))[0] == "unknown"
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
     error_text = capfd.readouterr().err
-    assert (
-        error_text.count("raise KeyError") == 1 and error_text.count('sys.exit("bye")') == 1
-    )  # one traceback from each place
+    assert "raise KeyError" not in error_text and "sys.exit" not in error_text, "the reason has the only line"
 
 
 async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
