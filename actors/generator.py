@@ -44,6 +44,7 @@ from areal.config.engine_sections import SamplingConfig
 from areal.devices import shares_devices, transfer_backend
 from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
+from areal.models import kept_words_of
 from areal.samples.pictures import find
 from areal.samples.table import Generation, joined
 from areal.samples.trajectory import TokenScores
@@ -193,6 +194,7 @@ class Generator(Actor):
                 sleeps=config.colocate,
                 transfer=transfer_backend(config.weights),
                 routes=bool(config.steps) and config.trainer.routing == "replay",
+                kept_words=kept_words_of(config),
             )
 
         devices = SharedDevices(config, member.directory, member.ask, member.spawn, member.works)

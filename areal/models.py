@@ -21,6 +21,8 @@ from areal.config.trainer_section import LoraConfig
 if TYPE_CHECKING:
     import numpy as np  # which starts threads when it is imported: see ENGINE_ENVIRONMENT in areal/config/roles.py
 
+MOST_KEPT, MOST_TOP_K = 256, 160
+"""The most words of which the identities are stored with a token, 1 KiB, and the largest `sampling.top_k` then."""
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
 # Types of layers, by their names in transformers, new and old, whose attention the trainer computes or that have none.
 COMPUTED = {
@@ -294,6 +296,30 @@ def routing_of(folder: Path) -> Routing:
             f"that is possible ({', '.join(GATES)}, with at least two experts a token): set it to own."
         )
     return Routing(GATES[kind], sizes["num_hidden_layers"], experts, chosen)
+
+
+def kept_words_of(config: Config) -> int:
+    """How many of the words that a token was drawn from are stored with it, at the most; 0: none are needed. Raises
+    UserError if they can be too many.
+
+    Words of equal logits are kept beyond `sampling.top_k`. In bf16 those are some, so there is room for half as many.
+    """
+    if not config.keeps_words:
+        return 0
+    vocabulary, top_k = vocabulary_of(Path(config.model)), config.sampling.top_k
+    if vocabulary > MOST_KEPT and not 0 < top_k <= MOST_TOP_K:
+        raise UserError(
+            f"sampling.{config.sampling.left_out[0]} leaves words out, so with "
+            f"trainer.objective={config.trainer.objective} the words that a token was drawn from are stored with it, "
+            f"and of a vocabulary of {vocabulary:,} they are too many: set sampling.top_k from 1 to {MOST_TOP_K}."
+        )
+    return vocabulary if vocabulary <= MOST_KEPT else top_k + top_k // 2 + 8
+
+
+def vocabulary_of(folder: Path) -> int:
+    """How many words the model in `folder` has. Raises UserError."""
+    size: int = sizes_of(folder).get("vocab_size", 0)
+    return size
 
 
 def ties_head(folder: Path) -> bool | None:

@@ -337,8 +337,14 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         ),
         (["steps=0", "data.eval_size=0"], "there is nothing to evaluate"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
-        (["sampling.top_p=0.9"], "sampling.top_p is 0.9, but trainer.objective=decoupled_ppo compares"),
-        (["sampling.min_p=0.1"], "sampling.min_p is 0.1, but trainer.objective=decoupled_ppo compares"),
+        (
+            ["sampling.top_p=0.9", "trainer.sequence_parallel=2", "trainer.ranks=2"],
+            "trainer.sequence_parallel computes log-probs among all words, but sampling.top_p leaves words out",
+        ),
+        (
+            ["sampling.min_p=0.1", "generator.engine_options.speculative_config={method: ngram}"],
+            "speculative_config was never tried with words left out, but sampling.min_p leaves words out",
+        ),
         (["master.address=tcp://*:5999"], "* is beyond this machine, where links need keys"),
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["network.ports=[20100, 20000]"], "network.ports is [20100, 20000]"),

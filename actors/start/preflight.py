@@ -33,6 +33,7 @@ from areal.models import (
     default_context,
     find_model,
     hub_id,
+    kept_words_of,
     packages_of_vision,
     resolve_model,
     resolve_reference,
@@ -281,6 +282,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
             check(config.trainer, folder, config.trainer.ranks)
     if config.steps and config.trainer.routing == "replay":
         routing_of(folder)
+    kept_words_of(config.model_copy(update={"model": str(folder)}))
     context = context_of(folder) if config.generator.max_model_len else default_context(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:

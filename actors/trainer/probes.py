@@ -41,6 +41,7 @@ class Probes:
 
     def __init__(self, config: Config, directory: Directory, ask: Ask, spawn: Spawn) -> None:
         self._measures = measures_gaps(config)
+        self._minibatches = config.trainer.minibatches
         self._directory = directory
         self._send = ask
         self._spawn = spawn
@@ -52,7 +53,7 @@ class Probes:
     def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
         """Ask the generators, at the start of a step on these groups, which trains this version."""
         asks = self._measures and not any(map(pictures_of, groups))  # an engine is asked with tokens alone
-        probe = probe_of(groups) if asks else None
+        probe = probe_of(groups, self._minibatches) if asks else None
         if probe is None:
             return
         self._current = check = _Check(lineage, version, probe)

@@ -25,6 +25,8 @@ from protocols.bus_errors import text_of
 from protocols.messages import StepFailed
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from areal.config import Config
     from areal.storage.disk import DiskRetry
     from areal.training.training_engine import TrainingEngine
@@ -70,6 +72,11 @@ class Ranks:
     def values(self) -> TokenValues | None:
         """What the last step has found for each token, if the run keeps rollouts."""
         return self._engine.values
+
+    @property
+    def whole_logprobs(self) -> np.ndarray | None:
+        """Log-probs among all words of the tokens of the step's first minibatch, as of the engine."""
+        return self._engine.whole_logprobs
 
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None

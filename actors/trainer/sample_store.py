@@ -16,7 +16,7 @@ from areal.config import Config
 from areal.models import routing_of
 from areal.rewards.result import mean_parts
 from areal.samples.pictures import digests_in, find
-from areal.samples.trajectory import Group, Note, Trajectory, samples_of
+from areal.samples.trajectory import Group, Note, Trajectory, check_kept_words, samples_of
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from protocols.bus_errors import BusyError, FencedError, RefusedError
@@ -88,6 +88,8 @@ class SampleStore(HandlesRequests):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
         if digests_in(trajectory.pictures):
             self._pictures.check(trajectory, self._config.model)
+        if self._config.keeps_words:
+            check_kept_words(trajectory, self._vocab_size)
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
         times = sample.began, sample.seconds

@@ -99,6 +99,8 @@ class Learner(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def values(self) -> TokenValues | None: ...
+    @property
+    def whole_logprobs(self) -> np.ndarray | None: ...
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
@@ -415,8 +417,7 @@ class Trainer(Actor):
                     with suppress(BusError):
                         await self.member.ask(self.member.master, failure, Done)
                 raise
-        values = self._learner.values
-        metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
+        metrics["engine_gap"] = self._probes.result(self._learner.whole_logprobs)
         verdict = self._guard.check(metrics)
         if self._version == first_version(self.config.folder):
             verdict = verdict or self._guard.check_first(metrics, Path(self.config.model))

@@ -198,14 +198,7 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
         if not self.sampling.temperature:
             yield "sampling.temperature is 0, but identical samples teach nothing: raise sampling.temperature"
-        for key, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_new_tokens", 0)):
-            value = getattr(self.sampling, key)
-            if value != neutral and self.trainer.uses_behaviour:
-                yield (
-                    f"sampling.{key} is {value:g}, but trainer.objective={self.trainer.objective} compares the "
-                    f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
-                    f"sampling.{key}={neutral}"
-                )
+        yield from self._conflicts_of_kept_words()
         longest = self.generator.max_model_len
         if self.steps and longest and longest <= self.sampling.max_new_tokens:
             yield (
@@ -219,6 +212,27 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
         if self.filter_zero_signal and self.group_size == 1:
             yield ("filter_zero_signal discards every group if group_size is 1: raise group_size, or set it to false")
+
+    @property
+    def keeps_words(self) -> bool:
+        """Whether tokens are stored with the words that they were drawn from: the loss compares policies over them."""
+        return bool(self.steps and self.sampling.left_out and self.trainer.uses_behaviour)
+
+    def _conflicts_of_kept_words(self) -> Iterator[str]:
+        others = {
+            "trainer.teacher": (self.trainer.teacher, "gives log-probs among all words"),
+            "trainer.reference": (self.trainer.reference_scorer, "gives log-probs among all words"),
+            "trainer.sequence_parallel": (self.trainer.sequence_parallel > 1, "computes log-probs among all words"),
+            "trainer.tensor_parallel": (self.trainer.tensor_parallel > 1, "was never tried with words left out"),
+            "generator.engine_options.speculative_config": (
+                self.generator.engine_options.get("speculative_config"),
+                "was never tried with words left out",
+            ),
+        }
+        for key, (value, why) in others.items():
+            if value and self.keeps_words:
+                left = self.sampling.left_out[0]
+                yield f"{key} {why}, but sampling.{left} leaves words out: leave out {key} or sampling.{left}"
 
     def conflicts_of_groups(self, estimator: str) -> Iterator[str]:
         """What advantages that compare the samples of a group conflict with. estimator: the setting that chose them."""

@@ -12,15 +12,21 @@ from areal.config.section import Section, UserPath, temperature_conflicts
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
     top_p: float = Field(1.0, gt=0, le=1)
-    """nucleus sampling; below 1 only if the objective does not use pi_behav (areal docs objectives)"""
-    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all; above 0 only as for `top_p`")
+    """nucleus sampling; below 1 often only with `top_k` (areal docs objectives)"""
+    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1)
-    """draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for `top_p`"""
+    """draw from the tokens that are at least this times as likely as the likeliest; above 0 as for `top_p`"""
     max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
     min_new_tokens: int = Field(0, ge=0)
-    """no stop token is drawn before a sample has so many tokens, over all its turns; above 0 only as for `top_p`"""
+    """no stop token is drawn before a sample has so many tokens, over all its turns; above 0 as for `top_p`"""
     stop: list[str] = Field(default_factory=list)
     """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The keys that leave words out of the distributions that tokens are drawn from."""
+        neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "min_new_tokens": 0}
+        return tuple(key for key, value in neutral.items() if getattr(self, key) != value)
 
     def conflicts(self) -> Iterator[str]:
         yield from temperature_conflicts("sampling.temperature", self.temperature)

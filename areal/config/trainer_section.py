@@ -52,6 +52,14 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
     "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
     "m2po": dict(_GROUP),
+    "sao": {"behaviour_weight": "none", "proximal": "interpolate", "eps_clip": 0.3, "eps_clip_higher": 5.0},
+    "flash_reinforce": {
+        "advantage_std": "none",
+        "loss_mean": "sequence",
+        "minibatches": 1,
+        "sequence_mask": "kl",
+        "sequence_mask_bounds": (0.0, 3e-3),
+    },
     "distill": {"teacher_coef": 1.0},
 }
 
@@ -150,8 +158,9 @@ class TrainerConfig(Section):
     """w is that of each token, or of its sequence: the product, or the geometric mean"""
     behaviour_weight_bounds: tuple[float, float] = (0.5, 2.0)
     """lower and upper bound of w; truncated and masked_kl use only the upper one"""
-    sequence_mask: Literal["none", "product", "geometric"] = "none"
-    """leave a sequence out if the product, or geometric mean, of its w is outside sequence_mask_bounds"""
+    sequence_mask: Literal["none", "product", "geometric", "kl"] = "none"
+    """leave a sequence out if the product, or geometric mean, of its w is outside sequence_mask_bounds, or the mean of
+    the binary KL(pi_behav, pi_prox) of its tokens above the upper one"""
     sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
     mask_cut: bool = False
     """leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count in the
@@ -256,7 +265,7 @@ class TrainerConfig(Section):
     def uses_behaviour(self) -> bool:
         """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
         return (
-            self.objective in ("ppo", "m2po", "dppo", "dppo_kl")
+            self.objective in ("ppo", "m2po", "dppo", "dppo_kl", "sao")
             or self.behaviour_weight != "none"
             or self.sequence_mask != "none"
             or self.proximal != "recompute"

@@ -170,10 +170,12 @@ class GenerationEngine:
         sleeps: bool = False,
         transfer: str | None = None,
         routes: bool = False,
+        kept_words: int = 0,
     ) -> GenerationEngine:
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
         transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
+        kept_words: the width of the column of this name; 0: they do not have it. If it is full, words may be missing.
 
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
@@ -181,10 +183,11 @@ class GenerationEngine:
         config = config.for_device(cuda=bool(visible_devices()))
         shapes, tied = _read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
-        use = _Use(seed, lora, sleeps, transfer, routes)
+        use = _Use(seed, lora, sleeps, transfer, routes, kept_words)
         core, stops = await asyncio.to_thread(_start_core, model, config, use)
         limits = core.vllm_config.model_config
-        facts = _Model(model, shapes, tied, lora, stops, limits.get_vocab_size(), limits.max_model_len)
+        sizes = limits.get_vocab_size(), limits.max_model_len, kept_words
+        facts = _Model(model, shapes, tied, lora, stops, *sizes)
         engine = cls(core, config, facts, version)
         if lora:
             await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
@@ -234,6 +237,7 @@ class GenerationEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            logprobs=self._model.kept_words,
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
         features = find("features")(self._model.folder, tokens, pictures) if pictures else None
@@ -569,6 +573,7 @@ class GenerationEngine:
             self._hits += stats.prefix_cache_stats.hits
         first = outputs.outputs[0].new_logprobs if outputs.outputs else None
         logprobs = _NOTHING if first is None else first.logprobs  # of all outputs, one after another
+        words = None if first is None or first.logprob_token_ids.ndim < 2 else first.logprob_token_ids
         routes = outputs.outputs[0].routed_experts if outputs.outputs else None
         end = 0
         for output in outputs.outputs:
@@ -579,6 +584,8 @@ class GenerationEngine:
             if (sequence := self._sequences.get(key)) is not None:
                 self._preemptions += sum(event.type == PREEMPTED for event in output.events or ())
                 columns = {"logprobs": logprobs[begin:end]}
+                if words is not None:
+                    columns["kept_words"] = words[begin:end]
                 if routes is not None:
                     columns["routes"] = routes[begin:end]
                 sequence.add(output, columns, version)
@@ -604,6 +611,7 @@ class _Model:
     stop_tokens: list[int]
     vocab_size: int
     max_len: int
+    kept_words: int
 
 
 class _Sequence:
@@ -682,7 +690,8 @@ def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> Sa
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
-    params = SamplingParams(**settings, stop_token_ids=list(stop_tokens), logprobs=0, detokenize=False)
+    options: dict[str, Any] = {"logprobs": 0, "detokenize": False} | settings
+    params = SamplingParams(**options, stop_token_ids=list(stop_tokens))
     of_draws = () if settings.get("temperature", 1) else ("top_p", "top_k", "min_p")  # without an effect if greedy
     for name, value in settings.items():
         if name not in of_draws and (used := getattr(params, name)) != value:
@@ -719,6 +728,7 @@ class _Use:
     sleeps: bool = False
     transfer: str | None = None
     routes: bool = False
+    kept_words: int = 0
 
 
 def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncMPClient, list[int]]:
@@ -803,6 +813,7 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
         "enable_sleep_mode": use.sleeps,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(20, use.kept_words),  # 20 is vLLM's default
         "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
         "stream_interval": config.stream_interval,
         "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",

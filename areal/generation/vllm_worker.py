@@ -41,6 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from areal.base.errors import UserError
 from areal.devices import ENGINE_CORES, settle
+from areal.samples.table import NO_WORD
 from areal.weights.lora import stored_tensors
 
 NOTHING = np.zeros(0, np.float32)
@@ -201,6 +202,17 @@ def _finish_reload(model: torch.nn.Module) -> None:
         kernels.pack_heads(model)
 
 
+def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists:
+    """The tokens' log-probs, [tokens], and the likeliest words, as many as were asked for, [tokens, words]: `NO_WORD`
+    where the sampler has left a word out, which has no log-prob then. In vLLM's rows the sampled token comes first."""
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    words = NOTHING
+    if logprobs.shape[1] > 1:
+        numbers = np.concatenate([part.logprob_token_ids for part in parts])
+        words = np.where(np.isneginf(logprobs), NO_WORD, numbers)[:, 1:].astype(np.int32)
+    return LogprobsLists(words, np.ascontiguousarray(logprobs[:, 0]), NOTHING)
+
+
 class _Gathers:
     """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one; a
     user's first token, who waits for it, at once. All log-probs and routes (uint8 [tokens, width]) of a step's message
@@ -236,8 +248,8 @@ class _Gathers:
             _set_routes(step.outputs, scheduled, result)
             ready = [part for output in step.outputs for part in self._ready(output, step)]
             step.outputs = [part.output for part in ready]
-            if logprobs := [array for part in ready for array in part.logprobs]:
-                step.outputs[0].new_logprobs = LogprobsLists(NOTHING, np.concatenate(logprobs), NOTHING)
+            if logprobs := [lists for part in ready for lists in part.logprobs]:
+                step.outputs[0].new_logprobs = _joined(logprobs)
             if routes := [array for part in ready for array in part.routes]:
                 rows = np.concatenate(routes)
                 step.outputs[0].routed_experts = rows.reshape(len(rows), -1).view(np.uint8)
@@ -276,7 +288,7 @@ class _Gathers:
                 combined = output
             else:  # vLLM has labelled these steps
                 combined = EngineCoreOutput(f"{output.request_id}@{parts[0].step.weight_version}", [])
-            logprobs = [piece.new_logprobs.logprobs[:, 0] for piece in outputs if piece.new_logprobs is not None]
+            logprobs = [piece.new_logprobs for piece in outputs if piece.new_logprobs is not None]
             combined.new_token_ids = [token for piece in outputs for token in piece.new_token_ids]
             combined.events = [event for piece in outputs for event in piece.events or ()] or None
             routes = [piece.routed_experts for piece in outputs if piece.routed_experts is not None]
@@ -293,7 +305,7 @@ class _Part(NamedTuple):
     """An output to send, and the log-probs and routes of its tokens."""
 
     output: EngineCoreOutput
-    logprobs: list[np.ndarray]
+    logprobs: list[LogprobsLists]
     routes: list[np.ndarray]
 
 

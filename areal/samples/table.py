@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 NOT_SAMPLED = -1
+NO_WORD = -1
 Finish = Literal["stop", "length"]
 Tokens = Sequence[int] | np.ndarray
 
@@ -34,6 +35,7 @@ COLUMNS = {
     "tokens": Column(np.int32, engine=True, unsampled=None),
     "logprobs": Column(np.float32, engine=True),
     "versions": Column(np.int32, engine=True, unsampled=NOT_SAMPLED),
+    "kept_words": Column(np.int32, unsampled=NO_WORD, wide=True),
     "returns": Column(np.float64, unsampled=None, missing="reward"),
     "teacher_logprobs": Column(np.float32),
     "reference_logprobs": Column(np.float32),
@@ -46,7 +48,9 @@ COLUMNS = {
 trainer's loss gets.
 
 tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of each sampled token
-after temperature. versions: the policy version that sampled each token.
+after temperature, of its distribution after top-p and the like. versions: the policy version that sampled each token.
+kept_words: [T, k], the words that each sampled token was drawn from, likeliest first, where `sampling.top_p` or the
+like leaves words out and the loss compares policies; `NO_WORD` fills a row.
 returns: what each sampled token is credited with, in place of the reward of its sample.
 teacher_logprobs, reference_logprobs: the log-prob of each sampled token, given those before it in its branch, under the
 model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the tokens

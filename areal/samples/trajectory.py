@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal.samples.table import COLUMNS, ENGINE_COLUMNS, NOT_SAMPLED, Finish, TokenTable, check, pack, unpack
+from areal.samples.table import COLUMNS, ENGINE_COLUMNS, NO_WORD, NOT_SAMPLED, Finish, TokenTable, check, pack, unpack
 
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
@@ -233,6 +233,17 @@ def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> i
         columns = [none if s.pictures is None else s.pictures[:length] for s in (first, second)]
         differ |= (columns[0] != columns[1]).any(1)
     return int(np.append(differ, True).argmax())
+
+
+def check_kept_words(sample: Trajectory, vocabulary: int) -> None:
+    """Raises ValueError if sampled tokens do not have all the words that they were drawn from, of so many."""
+    if sample.kept_words is None:
+        raise ValueError("its tokens have no kept_words, which sampling.top_p and the like need")
+    words, tokens = sample.kept_words[sample.sampled], sample.tokens[sample.sampled, None]
+    if words.shape[1] < vocabulary and (words[:, -1] != NO_WORD).any():
+        raise ValueError(f"a token was drawn from {words.shape[1]} words or more: lower sampling.top_k")
+    if not (words == tokens).any(1).all() or words.min() < NO_WORD or words.max() >= vocabulary:
+        raise ValueError("the kept_words of a token are not words among which it is")
 
 
 def check_scores(name: str, column: np.ndarray) -> None:

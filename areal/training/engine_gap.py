@@ -31,12 +31,13 @@ class Probe(NamedTuple):
     start: int
 
 
-def probe_of(groups: Sequence[Group]) -> Probe | None:
-    """The sample with the most sampled tokens among its first PROBE_TOKENS. None: no sample has one there."""
+def probe_of(groups: Sequence[Group], every: int = 1) -> Probe | None:
+    """The sample with the most sampled tokens among its first PROBE_TOKENS. None: no sample has one there. every: the
+    first of so many groups in a row are looked at, which are those of the first of so many minibatches."""
     best, start = None, 0
-    for sample in (sample for group in groups for sample in group.trajectories):
+    for number, sample in ((number, sample) for number, group in enumerate(groups) for sample in group.trajectories):
         sampled = np.flatnonzero(sample.sampled[:PROBE_TOKENS])
-        if not sample.branches and len(sampled) > (0 if best is None else len(best.sampled)):
+        if number % every == 0 and not sample.branches and len(sampled) > (0 if best is None else len(best.sampled)):
             best = Probe(sample.tokens[:PROBE_TOKENS], sampled, start)
         start += sample.unrolled
     return best

@@ -45,11 +45,11 @@ def limits_of(config: Config, *, cuda: bool) -> GuardConfig:
     """The limits of a run on GPUs (cuda) or CPUs, that of `logprob_gap` by its other settings if it is null. Raises
     UserError if the model's config.json cannot be read."""
     config = config.for_device(cuda=cuda)
-    guard, generator, sampling = config.guard, config.generator, config.sampling
+    guard, generator = config.guard, config.generator
     if guard.logprob_gap is not None:
         return guard
     quantized = {"quantization", "kv_cache_dtype"} & generator.engine_options.keys()
-    truncated = sampling.top_p < 1 or sampling.top_k or sampling.min_p or sampling.min_new_tokens
+    truncated = config.sampling.left_out and not config.keeps_words  # the trainer's are then those of all words
     gap = max(GAP[generator.dtype], GAP[config.trainer.dtype], TF32_GAP if cuda else 0.0)
     if generator.kv_on_update == "keep" or quantized or truncated:
         gap = WIDE_GAP

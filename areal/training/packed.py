@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal.samples.pictures import find
-from areal.samples.table import COLUMNS, NOT_SAMPLED
+from areal.samples.table import COLUMNS, NO_WORD, NOT_SAMPLED
 from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
 
 NO_PICTURES: Mapping[str, Any] = {}
@@ -167,8 +167,16 @@ def _columns(sequences: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         if having not in (0, len(sequences)) and column.missing is None:
             raise ValueError(f"only {having} of {len(sequences)} sequences have {name}")
         if having and not column.of_pass:
-            columns[name] = np.concatenate([sequence.filled(name) for sequence in sequences]).astype(column.dtype)
+            columns[name] = _stacked([sequence.filled(name) for sequence in sequences], name).astype(column.dtype)
     return columns
+
+
+def _stacked(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """The column of the sequences, one after another. Those sampled with another `sampling.top_k` have other widths."""
+    if name == "kept_words":
+        width = max(part.shape[1] for part in parts)
+        parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=NO_WORD) for part in parts]
+    return np.concatenate(parts)
 
 
 class _Member(NamedTuple):
@@ -243,6 +251,7 @@ class PackedRow:
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     inputs: as those of the batch, of the row's tokens, [T, ...].
     columns: as those of the batch, of the S tokens, once `set_columns` was called; floating-point numbers are float32.
+    kept_words: int64 [S, k], the column of the batch; None: it has none.
     """
 
     tokens: Tensor
@@ -257,6 +266,7 @@ class PackedRow:
     targets: Tensor
     inputs: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
+    kept_words: Tensor | None = None
 
     def set_columns(self, columns: Mapping[str, np.ndarray]) -> None:
         """Take the row's part of columns of the batch, [T, ...]."""
@@ -310,6 +320,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     in_loss = np.flatnonzero(trained[source])
     chosen = source[in_loss]
     predicts, distribution = np.unique(places[in_loss - 1], return_inverse=True)
+    words = batch.columns.get("kept_words")
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -331,6 +342,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         distribution=on_device(distribution),
         targets=on_device(batch.tokens[chosen]).long(),
         inputs={name: in_row(values) for name, values in batch.inputs.items()},
+        kept_words=None if words is None else on_device(words[chosen]).long(),
     )
 
 

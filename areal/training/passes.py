@@ -13,6 +13,7 @@ from areal.config.trainer_section import TrainerConfig
 from areal.training.attention import FLASH, compile_layers, row_inputs
 from areal.training.flops import experts_of
 from areal.training.head import Head
+from areal.training.kept_words import among_kept_words, with_kept_words
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
 from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
@@ -109,7 +110,13 @@ class Passes:
 
     def forward(self, module: Any, row: PackedRow, temperature: float) -> tuple[Tensor, ...]:
         """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
-        [S] each (all ranks)."""
+        [S] each (all ranks). If the row has kept words, they are those among these, and the row gains the column
+        `kept_mass`: the log of what all kept words of a token have of the whole distribution."""
+        if row.kept_words is not None:
+            every = self._compute(module, whole := with_kept_words(row, row.kept_words), whole, temperature)
+            *outputs, mass = among_kept_words(row.kept_words, every)
+            row.columns["kept_mass"] = mass.detach()
+            return tuple(outputs)
         if self._together.size == 1:
             return self._compute(module, row, row, temperature)
         part = self._together.part(row)

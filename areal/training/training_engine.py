@@ -137,6 +137,9 @@ class TrainingEngine:
     """
 
     values: TokenValues | None = None  # until a step has left what it found
+    whole_logprobs: np.ndarray | None = None
+    """As those of the proximal policy in `values`, but among all words, where sampling has left words out. Tokens of
+    later minibatches have 0."""
 
     def __init__(
         self,
@@ -351,11 +354,16 @@ class TrainingEngine:
 
     def _values(self, rows: list[PackedRow], flat: FlatBatch) -> TokenValues:
         """What the step has found for each token of the batch (all ranks)."""
-        values = torch.zeros(2, len(flat.tokens))
+        values = torch.zeros(3, len(flat.tokens))
         for row in rows:
             of_row = [row.columns[name] for name in ("proximal", "advantages")]
+            of_row.append(row.columns.get("kept_mass", torch.zeros_like(of_row[0])))
             values[:, torch.from_numpy(row.batch_index)] = torch.stack(of_row).float().cpu()
-        return TokenValues(*self.messages.sum(values, counts=self._together.first)[:, flat.by_sample()])
+        *found, mass = self.messages.sum(values, counts=self._together.first)[:, flat.by_sample()]
+        self.whole_logprobs = np.where(
+            np.repeat(flat.minibatch == 0, flat.lengths)[flat.by_sample()], found[0] + mass, 0
+        )
+        return TokenValues(*found)
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""

@@ -520,7 +520,7 @@ class SimLearner:
         self._folder = Path()
         self._checkpoint = Path(), self._content
         self.resident = True  # on the devices
-        self.values = None
+        self.values = self.whole_logprobs = None
         self.work_done = 0
         self.vocab_size = 1 << 31
 

@@ -417,6 +417,7 @@ class World:
         sleeps: bool,
         transfer: Any,
         routes: bool,
+        kept_words: int,
     ) -> SimEngine:
         await life.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         self.oracle.engine_starts(life.loop.name, seed)

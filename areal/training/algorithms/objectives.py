@@ -15,13 +15,14 @@ from areal.training.algorithms.decoupled_ppo import decoupled_ppo, ppo
 from areal.training.algorithms.dppo import dppo, dppo_kl
 from areal.training.algorithms.gspo import gmpo, gspo
 from areal.training.algorithms.m2po import kept_tokens, m2po
+from areal.training.algorithms.sao import sao
 from areal.training.algorithms.sapo import sapo
 from areal.training.algorithms.token_loss import Objective, TokenLoss, Tokens
 from areal.training.algorithms.vespo import vespo
 
 LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
 LOSSES |= {"ppo": ppo, "gspo": gspo, "luspo": gspo, "gmpo": gmpo, "cispo": cispo, "m2po": m2po}
-LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo}
+LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo, "sao": sao}
 """The objectives by their name in the configuration. Those with the same function differ in their settings."""
 
 MASKS = {"m2po": kept_tokens}

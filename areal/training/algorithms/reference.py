@@ -42,7 +42,7 @@ def with_reference(inner: Algorithm, config: TrainerConfig) -> Algorithm:
 def kl_penalty(tokens: Tokens, logp_ref: Tensor, config: TrainerConfig) -> Tensor:
     """`kl` of each token, [S], times what the surrogate weighs its gradient with where nothing is clipped: sg(u w), so
     that tokens of an older policy pull as those of the current one would."""
-    if config.objective == "ppo":
+    if config.objective in ("ppo", "sao"):
         tokens = replace(tokens, logp_prox=tokens.logp_behav)
     weight = ratio(tokens.log_u.detach()) * behaviour_weight(tokens, config)
     return weight * kl(tokens.logp, logp_ref, config.kl_estimator)

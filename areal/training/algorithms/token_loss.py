@@ -137,13 +137,17 @@ def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
 
 def mask_sequences(out: TokenLoss, tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """`out` without the sequences whose w is outside `sequence_mask_bounds`: the product over the tokens of a sequence,
-    as verl's rejection of sequences has it, or the geometric mean."""
+    as verl's rejection of sequences has it, or the geometric mean. "kl": without those whose mean of `binary_kl` from
+    pi_behav to pi_prox is above the upper bound, as FlashREINFORCE has it."""
     if config.sequence_mask == "none":
         return out
-    combined = sequence_sum if config.sequence_mask == "product" else sequence_mean
-    log_w = combined(tokens.log_w, tokens.sequence)
+    if config.sequence_mask == "kl":
+        far = sequence_mean(binary_kl(tokens.logp_behav, tokens.logp_prox.detach()), tokens.sequence)
+    else:
+        combined = sequence_sum if config.sequence_mask == "product" else sequence_mean
+        far = combined(tokens.log_w, tokens.sequence).exp()
     low, high = config.sequence_mask_bounds
-    mask = (log_w.exp() >= low) & (log_w.exp() <= high)
+    mask = (far >= low) & (far <= high)
     return TokenLoss(loss=torch.where(mask, out.loss, 0.0), clipped=out.clipped | ~mask)
 
 

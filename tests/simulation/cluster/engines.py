@@ -245,7 +245,7 @@ class ModelLearner:
         self._costs = costs
         self._work_done = 0.0
         self.vocab_size = 1 << 31
-        self.values = None
+        self.values = self.whole_logprobs = None
         self._since: float | None = None
 
     @property

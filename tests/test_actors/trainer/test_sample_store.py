@@ -41,7 +41,9 @@ async def on_disk(what: str, use: Any, *arguments: Any) -> Any:
         (ROUTES * np.uint8([[1], [1], [0]]), "one of its sampled tokens has no routes"),
     ],
 )
-def test_a_sample_without_the_routes_of_the_model_is_refused_where_they_are_replayed(tmp_path, routes, sentence):
+def test_a_sample_without_the_routes_or_kept_words_of_its_tokens_is_refused_where_they_are_needed(
+    tmp_path, routes, sentence
+):
     sizes = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     values: dict[str, Any] = {"model": str(tmp_path), "steps": 1, "batch_size": 4, "group_size": 2}
@@ -50,12 +52,15 @@ def test_a_sample_without_the_routes_of_the_model_is_refused_where_they_are_repl
     sample = ScoredSample(place=0, frame=frame)
     stored = StoreSamples(group="g", prompt_index=0, row="", samples=(sample,))
 
-    def part(routing: str) -> Any:
-        config = Config.model_validate(values | {"trainer": {"routing": routing}})
+    def part(routing: str, **sampling: float) -> Any:
+        changes = {"trainer": {"routing": routing}, "sampling": {"max_new_tokens": 8, **sampling}}
+        config = Config.model_validate(values | changes)
         nothing: Any = None  # what comes after the door
         return SampleStore(config, 100, nothing, nothing, nothing, nothing)._part(stored, sample)
 
     assert part("own").frame.tobytes() == frame.tobytes()
+    with pytest.raises(ValueError, match="its tokens have no kept_words"):
+        part("own", top_k=5)
     if sentence is None:
         (taken,) = part("replay").group.trajectories
         assert taken.routes.tolist() == ROUTES.tolist()
@@ -76,7 +81,7 @@ async def test_a_sample_that_is_forgotten_while_it_is_stored_is_not_accepted(tmp
     async def ask_master(*_: Any) -> Any:
         pytest.fail("the master is asked about a group that is not stored")
 
-    config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path, group_size=2)
+    config: Any = SimpleNamespace(trainer=TrainerConfig(), keeps_words=False, pictures_folder=tmp_path, group_size=2)
     spool, nothing = Hurried(sqlite3.connect(":memory:", check_same_thread=False)), cast(Any, None)
     store = SampleStore(config, 100, spool, nothing, on_disk, ask_master)
     frame = np.frombuffer(SAMPLE.frame(), np.uint8)
@@ -94,7 +99,9 @@ async def test_a_sample_that_ends_inside_a_picture_is_refused(tmp_path, shown, t
     picture, nothing = png(56, 56, 0), None
     store_of_pictures = PictureStore(tmp_path / "pictures")
     store_of_pictures.put_all([picture])
-    config: Any = SimpleNamespace(model=str(tmp_path), trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
+    config: Any = SimpleNamespace(
+        model=str(tmp_path), trainer=TrainerConfig(), keeps_words=False, pictures_folder=tmp_path / "pictures"
+    )
     store: Any = SampleStore(config, 100, *[nothing] * 4)  # type: ignore[arg-type]
     tokens = np.array([7, 5, 5, 5, 5, 8, 9, 7, *[5] * shown])
     column = (tokens == 5)[:, None] * np.frombuffer(bytes.fromhex(digest_of(picture)), np.uint8)
@@ -107,7 +114,7 @@ async def test_a_sample_that_ends_inside_a_picture_is_refused(tmp_path, shown, t
 
 async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
     nothing: Any = None
-    config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
+    config: Any = SimpleNamespace(trainer=TrainerConfig(), keeps_words=False, pictures_folder=tmp_path / "pictures")
     store = SampleStore(config, 100, nothing, nothing, on_disk, nothing)
 
     def asked(message: Any) -> Any:

@@ -68,6 +68,7 @@ CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=16, stream_int
 SAMPLING = SamplingConfig(temperature=0.8, max_new_tokens=96)
 ENDLESS = SamplingConfig(max_new_tokens=MAX_LEN)
 LORA = LoraConfig(rank=4, alpha=8)
+KEPT_WORDS = 32
 SECONDS = 120.0
 PROMPT = list(range(10, 90))  # longer than two KV blocks, so that it is cached
 
@@ -159,8 +160,8 @@ async def engine(shared_engine: GenerationEngine, models: Models) -> GenerationE
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_adapting(models: Models) -> AsyncGenerator[GenerationEngine, None]:
-    """An engine whose versions are adapters of the first model."""
-    engine = await GenerationEngine.start(models[0], CONFIG, version=0, lora=LORA)
+    """An engine whose versions are adapters of the first model, and whose tokens come with the words that were kept."""
+    engine = await GenerationEngine.start(models[0], CONFIG, version=0, lora=LORA, kept_words=KEPT_WORDS)
     yield engine
     await engine.close()
 
@@ -694,6 +695,49 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_adap
             assert np.abs(under[version] - sequence.logprobs)[part].max() < 1e-4
             for wrong in {0, 1, 2} - {version}:
                 assert np.abs(under[wrong] - sequence.logprobs)[part].mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_k": 20}, {"top_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "min_new_tokens": 90}],
+    ids=["top-k", "top-p", "all"],
+)
+async def test_tokens_come_with_the_words_that_they_were_drawn_from_through_a_new_adapter(
+    adapting: GenerationEngine, models: Models, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    sampling, adapter = SAMPLING.model_copy(update=changes), write_adapter_of(models[0], tmp_path / "new")
+    policies = [models[0], merge(models[0], adapter, adapter / "merged")]
+    parts: list[Generation] = []
+    running = asyncio.create_task(collect(adapting.generate("r", PROMPT, sampling), parts))
+    await until(lambda: len(parts) >= 2)
+    await adapting.load(adapter, 1)
+    sequence = await running
+    words = np.concatenate([part.columns["kept_words"] for part in parts])
+    assert set(sequence.versions) == {0, 1} and words.shape == (len(sequence), KEPT_WORDS)
+    ids = torch.tensor([[*PROMPT, *sequence.tokens.tolist()]])
+    with torch.no_grad():
+        logits = [exact(policy)(ids).logits[0, len(PROMPT) - 1 : -1] / sampling.temperature for policy in policies]
+    full = 0
+    for place, (token, row) in enumerate(zip(sequence.tokens, words, strict=True)):
+        own = logits[sequence.versions[place]][place]
+        if place < sampling.min_new_tokens:
+            own[EOS] = -torch.inf
+        kept = row[row >= 0]
+        if full_row := len(kept) == KEPT_WORDS:  # there may be more
+            full += full_row
+            continue
+        assert token in kept
+        ordered = own.sort(descending=True).values
+        assert sorted(own[kept].tolist()) == pytest.approx(sorted(ordered[: len(kept)].tolist()), abs=1e-4)
+        among = own[kept].log_softmax(-1)[kept.tolist().index(token)]
+        assert float(among) == pytest.approx(float(sequence.logprobs[place]), abs=1e-5)
+        assert len(kept) <= (sampling.top_k or VOCABULARY)
+        p = ordered[: sampling.top_k or None].softmax(-1)
+        p = p[p >= sampling.min_p * p[0] * (1 - 1e-5)]
+        share = p.cumsum(-1) / p.sum()
+        assert share[len(kept) - 1] > sampling.top_p - 1e-4
+        assert len(kept) == 1 or sampling.top_p == 1 or share[len(kept) - 2] < sampling.top_p + 1e-4
+    assert full < len(sequence) / 2 and (full == 0 or not sampling.top_k)
 
 
 async def test_an_adapter_that_does_not_fit_is_refused(

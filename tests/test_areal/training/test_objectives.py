@@ -146,6 +146,7 @@ def assert_equal(values, cases):
         ("seq_mis", 0.2, 0.2, "masked", (0, 2), "sequence"),
         ("icepop", 0.2, 0.2, "masked", (0.5, 5), "token"),
         ("kpop", 0.2, 0.2, "masked_kl", (0, 2), "token"),
+        ("flash_reinforce", 0.2, 0.2, "full", UNCUT, "token"),
     ],
 )
 def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_settings(name, low, high, kind, bounds, level):
@@ -156,7 +157,7 @@ def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_setting
 
 
 def test_the_reference_knows_every_objective():
-    objectives = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po"}
+    objectives = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po", "sao"}
     assert {*SURROGATES, *objectives} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
 
 
@@ -307,6 +308,34 @@ def test_dppo_masks_tokens_whose_probability_has_moved_too_far_where_their_advan
     assert_equal(computed, cases)
     assert 0.1 < computed[1].mean() < 0.9
     assert settings(name).uses_behaviour
+
+
+def test_sao_leaves_out_every_token_whose_ratio_to_the_behaviour_policy_is_outside_two_bounds():
+    tokens = make_tokens()
+    cases = []
+    for theta, _, behav, A in each(tokens):
+        r = np.exp(theta - behav)
+        inside = 0.9 <= r <= 1.2
+        cases.append(Case(r * A * inside, r * A * inside, not inside))
+    computed = evaluate("sao", tokens, settings("sao", eps_clip=0.1, eps_clip_higher=0.2))
+    assert_equal(computed, cases)
+    assert 0.1 < computed[1].mean() < 0.9
+    assert settings("sao").uses_behaviour
+
+
+def test_flash_reinforce_weighs_a_sequence_s_gradient_or_leaves_the_sequence_out_by_its_mean_binary_kl():
+    """At one optimizer step a batch, where pi_theta is pi_prox."""
+    tokens, config = make_tokens(), settings("flash_reinforce", sequence_mask_bounds=(0.0, 0.1))
+    logp = tokens.logp.clone().requires_grad_()
+    tokens = replace(tokens, logp=logp, logp_prox=tokens.logp)
+    out = mask_sequences(LOSSES["flash_reinforce"](tokens, config), tokens, config)
+    out.loss.sum().backward()
+    p, q, sequence = np.exp(tokens.logp_prox.numpy()), np.exp(tokens.logp_behav.numpy()), tokens.sequence.numpy()
+    means = np.array([bernoulli_kl(q, p)[sequence == number].mean() for number in sequence])
+    expected = np.where(means <= 0.1, p / q * tokens.A.numpy(), 0.0)
+    np.testing.assert_allclose(-logp.grad.numpy(), expected, rtol=1e-6, atol=1e-12)
+    assert out.clipped.tolist() == (means > 0.1).tolist() and 0.1 < out.clipped.double().mean() < 0.9
+    assert (config.minibatches, config.loss_mean, config.advantage_std) == (1, "sequence", "none")
 
 
 def test_vespo_weights_a_sequence_by_a_soft_kernel_of_its_ratio():
@@ -649,8 +678,8 @@ def test_the_default_is_decoupled_ppo_with_its_weight():
     assert (config.objective, config.behaviour_weight) == ("decoupled_ppo", "full")
 
 
-def test_only_ppo_is_without_a_behaviour_weight_unless_asked():
-    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo"]
+def test_only_objectives_around_the_behaviour_policy_are_without_a_weight_unless_asked():
+    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo", "sao"]
 
 
 def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
@@ -663,7 +692,7 @@ BLIND = {"behaviour_weight": "none", "proximal": "recompute"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_only_a_loss_that_does_not_depend_on_the_behaviour_policy_may_see_truncated_samples(load, name):
+def test_a_loss_that_depends_on_the_behaviour_policy_needs_the_words_that_sampling_kept(load, name):
     tokens = make_tokens()
     remainder = replace(tokens, logp_behav=tokens.logp_behav - 1)
     if name == "m2po":
@@ -671,14 +700,16 @@ def test_only_a_loss_that_does_not_depend_on_the_behaviour_policy_may_see_trunca
     blind = settings(name, **BLIND)
     same = (evaluate(name, tokens, blind)[2] == evaluate(name, remainder, blind)[2]).all()
     assert blind.uses_behaviour is not same
-    for key, value, complete in (("top_p", 0.9, 1), ("min_new_tokens", 4, 0)):
-        truncated = [f"sampling.{key}={value}", f"trainer.objective={name}"]
-        allowed = [*truncated, *(f"trainer.{key}={value}" for key, value in BLIND.items())]
-        if same:
-            assert getattr(load(*allowed).sampling, key) == value
-        for refused in (truncated, [*allowed, "trainer.kl_coef=0.1", "trainer.kl_in=reward"]):
-            with pytest.raises(UserError, match=rf"sampling.{key} is {value}, but .* set sampling.{key}={complete}"):
-                load(*refused)
+    if name == "distill":
+        with pytest.raises(UserError, match=r"trainer.teacher gives log-probs among all words, but sampling.top_p"):
+            load("sampling.top_p=0.9", "trainer.objective=distill")
+        return
+    for key, value in (("top_p", 0.9), ("min_new_tokens", 4)):
+        default = [f"sampling.{key}={value}", f"trainer.objective={name}"]
+        without = [*default, *(f"trainer.{key}={value}" for key, value in BLIND.items())]
+        assert load(*default).keeps_words and not load(f"trainer.objective={name}").keeps_words
+        assert load(*without).keeps_words is not same
+        assert load(*without, "trainer.kl_coef=0.1", "trainer.kl_in=reward").keeps_words
 
 
 def test_evaluation_may_truncate(load):
