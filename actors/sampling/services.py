@@ -59,7 +59,7 @@ class Services:
         limit = self.config.data.max_prompt_tokens
         if limit is None:
             return None
-        talk, messages = begin(self.tokenizer, row.prompt)
+        talk, messages = begin(self.tokenizer, row.prompt, row.tools)
         try:
             tokens = len(talk.prompt(messages))
         except Exception:  # chat templates raise anything; it fails the sample, in the workflow

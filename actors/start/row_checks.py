@@ -28,6 +28,8 @@ ANSWERS_SECONDS = 10.0
 PROMPTS_SECONDS, PROMPTS = 3.0, 512
 # Rows whose answers are read in one child process. Other rows may be large, as rows with tests are.
 ANSWERS_AT_ONCE, ROWS_AT_ONCE = 128, 16
+# Built-in workflows that show the policy tools, but not those of the row.
+OFFER_THEIR_OWN = ("tools", "sandbox_tools", "verifiers")
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
 
@@ -43,6 +45,14 @@ def check_rows(config: Config, source: PromptSource) -> None:
         if examine := hook(name, "examine"):
             examine(config, partial(_rows, config, source))
     manager = config.rollout_manager
+    if manager.workflow in OFFER_THEIR_OWN:
+        few = [*islice(_rows(config, source), FEW_ROWS)]
+        if with_tools := sum(bool(row.tools) for row in few):
+            print(
+                f"Note: {with_tools} of {len(few)} rows of {config.data.named} have tools, but the workflow "
+                f"{manager.workflow} shows its own alone.",
+                file=sys.stderr,
+            )
     workflows.examine(manager.workflow, manager.workflow_options, islice(_rows(config, source), FEW_ROWS))
 
 
@@ -110,7 +120,7 @@ def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list
     for row in islice(_rows(config, source), PROMPTS):
         if time.monotonic() > until:
             break
-        talk, messages = begin(tokenizer, row.prompt)
+        talk, messages = begin(tokenizer, row.prompt, row.tools)
         answered += messages[-1]["role"] == "assistant"
         shown = f"that of the prompt {prompt_text(row.prompt)[:80]!r}"
         try:

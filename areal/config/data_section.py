@@ -55,6 +55,8 @@ class SourceConfig(Section):
     """the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"""
     answer_key: str | None = "answer"
     """field with the answer, such as reward_model.ground_truth; null: rows have none"""
+    tools_key: str | None = "tools"
+    """field beside that of the prompt, with tools that the chat template shows to the policy; null: none is shown"""
     reward: dict[str, float] | None = None
     """rewards of rows that name none, written as reward.functions; null: reward.functions"""
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ _SENDERS = {
     **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
     "system": "system",
 }
-_LIKE_MESSAGES = re.compile(r"""\s*\[*\s*\{\s*['"](?:role|from|content)['"]\s*:""")
+_OBJECT = re.compile(r"""[\[\s]*\{\s*['"]""")
+_LIKE_MESSAGES = re.compile(r"""[\[\s]*\{\s*['"](?:role|from|content)['"]\s*:""")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Row:
     answer as text, None if the row has none. reward: the row's own rewards with their weights, None if it names none.
     fields: the whole row, fit for JSON, which rewards receive; its `answer` is the value of `data.answer_key`, and its
     `prompt` that of `data.prompt_key`, unless there is a `data.prompt_template`. pictures: the files of those that the
-    prompt has, in order; `fields` have their digests.
+    prompt has, in order; `fields` have their digests. tools: those that the chat template shows with the
+    prompt, in the form of OpenAI's API.
     """
 
     index: int
@@ -43,6 +46,7 @@ class Row:
     reward: dict[str, float] | None
     fields: dict[str, Any]
     pictures: tuple[bytes, ...] = ()
+    tools: list[dict[str, Any]] | None = None
 
 
 def read_prompt(value: Any, *, of_table: bool = False) -> Prompt:
@@ -53,7 +57,7 @@ def read_prompt(value: Any, *, of_table: bool = False) -> Prompt:
     of_table: a table gives each object the keys of all others, as nulls: the nulls in a call's arguments are left out.
     """
     if isinstance(value, str) and value:
-        written = _literal(value)
+        written = literal(value)
         if written is None or not _is_like_messages(written):
             return value
         value = written
@@ -77,13 +81,14 @@ def prompt_or_none(value: Any) -> Prompt | None:
     return None
 
 
-def _literal(text: str) -> Any:
-    """The value that a text writes as JSON or, as pandas writes lists into CSV, as Python; None if it is just a text.
-    Raises ValueError for messages that are written otherwise."""
-    if not text.lstrip().startswith(("[", "{")):
+def literal(text: str) -> Any:
+    """The object, or the list that begins with one, that a text writes as JSON or, as pandas writes it into CSV, as
+    Python; None if it is just a text. Raises ValueError for messages that are written otherwise."""
+    if not _OBJECT.match(text):
         return None
     for read in json.loads, ast.literal_eval:
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of what looks like an escape in a prompt
             return read(text)
     if _LIKE_MESSAGES.match(text):
         raise ValueError("it looks like messages, but is neither JSON nor a list of Python: write JSON")
@@ -116,7 +121,7 @@ def _add_message(messages: list[dict[str, Any]], fields: dict[str, Any], of_tabl
     content = _read_content(fields.get("content", "" if calls else None))
     messages.append(fields | {"content": content})
     if calls:
-        calls = _literal(calls) if isinstance(calls, str) else calls
+        calls = literal(calls) if isinstance(calls, str) else calls
         if not isinstance(calls, list):
             raise ValueError("the tool_calls of a message are not a list")
         messages[-1]["tool_calls"] = [_read_call(call, of_table) for call in calls]
@@ -129,7 +134,7 @@ def _of_sharegpt(fields: dict[str, Any]) -> dict[str, Any]:
     if {"content", "tool_calls"} & {*further}:
         raise ValueError("a message has both from and content or tool_calls")
     if sender == "function_call":
-        call = _literal(value) if isinstance(value, str) else value
+        call = literal(value) if isinstance(value, str) else value
         return {"role": "assistant", "tool_calls": call if isinstance(call, list) else [call], **further}
     if not isinstance(sender, str) or sender not in _SENDERS:
         raise ValueError(f"a message is from {sender!r}: senders are {', '.join(_SENDERS)} and function_call")
@@ -142,20 +147,20 @@ def _read_content(content: Any) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("the content of a message is neither text nor parts with text and pictures")
-    parts = [_read_part(part) for part in content]
+    parts = [read_part(part) for part in content]
     is_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if is_text else parts
 
 
-def _read_part(part: Any) -> dict[str, Any]:
-    """Raises ValueError."""
+def read_part(part: Any) -> dict[str, Any]:
+    """A part of a message: its text, or a picture as it is. Raises ValueError."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in PICTURE_PARTS:
-        return part
-    if kind not in _TEXT_PARTS:
+    if kind not in (*_TEXT_PARTS, *PICTURE_PARTS):
         raise ValueError(f"a part of a message is of the type {kind!r}: types are text and image")
     texts = [part[key] for key in ("text", "value") if part.get(key) is not None]  # `value`: LLaMA-Factory
-    if len(texts) != 1 or not isinstance(texts[0], str):
+    if kind in PICTURE_PARTS and not texts:
+        return dict(part)
+    if kind in PICTURE_PARTS or len(texts) != 1 or not isinstance(texts[0], str):
         raise ValueError(f"a part of a message has the type {kind!r}, but not one text")
     return {"type": "text", "text": texts[0]}
 
@@ -172,18 +177,18 @@ def _read_call(call: Any, of_table: bool) -> dict[str, Any]:
     elif isinstance(arguments, str) and isinstance(read := _parsed(arguments), dict):
         arguments = read
     elif of_table:
-        arguments = _without_nulls(arguments)
+        arguments = without_nulls(arguments)
     about = call if function is not call else {key: call[key] for key in ("id", "type") if key in call}
     about = {"type": "function"} | {key: field for key, field in about.items() if field is not None}
     named = function if function is not call else {key: function[key] for key in function if key not in about}
     return about | {"function": named | {"arguments": arguments}}
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """The value without what is null in its objects, at every depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def _parsed(text: str) -> Any:

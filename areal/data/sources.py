@@ -31,6 +31,7 @@ from areal.base.errors import UserError, explain
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
+from areal.data.offered_tools import read_tools
 from areal.data.rows import Prompt, Row, has_parts, prompt_or_none, read_prompt
 from areal.samples.pictures import DIGESTS, FIELDS, digest_of, find
 
@@ -402,14 +403,35 @@ def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table:
     ):
         msgpack.packb(fields)
         json.dumps(fields)  # bytes are no JSON, in which the rollouts keep the row
+    prompt = with_system(prompt, config.system_prompt)
     return Row(
         index=0,
-        prompt=with_system(prompt, config.system_prompt),
+        prompt=prompt,
         answer=answer if answer is None or isinstance(answer, str) else json.dumps(fields["answer"]),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
         pictures=pictures,
+        tools=_tools(raw, config, where, of_table, is_chat=not isinstance(prompt, str)),
     )
+
+
+def _tools(
+    raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool, *, is_chat: bool
+) -> list[dict[str, Any]] | None:
+    """The tools of a row, which stand beside its prompt. Raises UserError if they cannot be read or shown."""
+    if config.tools_key is None:
+        return None
+    beside, dot, _ = config.prompt_key.rpartition(".")
+    value = _field(raw, f"{beside}{dot}{config.tools_key}")
+    advice = f"correct {config.tools_key!r}, or set data.tools_key=null"
+    with explain(ValueError, f"{where} has tools that cannot be read ({{why}}): {advice}"):
+        tools = None if value is _MISSING else read_tools(value, of_table=of_table)
+    if tools and not is_chat:
+        raise UserError(
+            f"{where} has tools, which a chat template shows, but its prompt is a text: write messages, set "
+            f"data.system_prompt, or set data.tools_key=null"
+        )
+    return tools
 
 
 def _with_pictures(

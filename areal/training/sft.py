@@ -244,7 +244,7 @@ def _text(row: Row, data: SftData) -> str:
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
-    talk, messages = begin(tokenizer, row.prompt)
+    talk, messages = begin(tokenizer, row.prompt, row.tools)
     prompt, text, end = talk.prompt(messages), _text(row, data), _end(tokenizer, talk.end(messages))
     ends = stop_tokens(tokenizer) | (special_tokens(tokenizer) & {*end})
     completion, trimmed = (tokenizer.encode(t, add_special_tokens=False) for t in (text, text.rstrip()))

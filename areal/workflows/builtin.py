@@ -46,7 +46,7 @@ def with_hooks(**hooks: Callable[..., Any]) -> Callable[[W], W]:
 
 async def single_turn(session: Session, row: Row) -> Trajectory:
     """Samples one completion of the prompt and scores it."""
-    talk, messages = begin(session.tokenizer, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt, row.tools)
     sampled = await session.generate(talk.prompt(messages))
     completion = talk.add(sampled)["content"]
     return session.trajectory(await session.score(completion, sampled.tokens))
@@ -69,7 +69,7 @@ async def multi_turn(
     """Attempts until one scores at least `pass_score`, at most `max_turns`. After each attempt that does not, the
     policy gets `feedback`, in which `{prompt}` stands for the prompt. The reward is the score of the last attempt,
     times `discount` for each attempt before it."""
-    talk, messages = begin(session.tokenizer, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt, row.tools)
     score = 0.0
     async for attempt in turns(session, talk, messages, max_turns):
         score = await session.score(attempt, session.calls[-1].tokens)

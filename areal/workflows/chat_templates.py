@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,9 @@ EXAMPLE_TOOL = {
         "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "The word."}}},
     },
 }
+NO_TOOLS = "the model's chat template shows it no tools: choose a model whose template does"
+# What templates take out of messages, such as /no_think.
+_MARK = re.compile(r"(?<!\S)/\w+(?!\S)")
 # The most tokens that a template writes to end a turn.
 _END_TOKENS = 256
 
@@ -47,6 +51,7 @@ class ChatTemplate:
         """The tokens of the messages, and of the beginning of the assistant's turn."""
         text = self._render(messages)
         self._check_shown(messages, text)
+        self._check_tools(messages, text)
         return list(encoded_first(self._tokenizer, text))
 
     def between(self, past: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
@@ -133,6 +138,18 @@ class ChatTemplate:
                 if not _stands(text, shown):
                     raise ValueError(f"{self._name} does not show {text[:60]!r}, which the role {message['role']} says")
 
+    def _check_tools(self, messages: Sequence[Message], shown: str) -> None:
+        if not self._tools:
+            return
+        bare = ""
+        with suppress(Exception):  # templates may raise anything where there are no tools
+            bare = ChatTemplate(self._tokenizer)._render(messages)
+        if shown == bare:
+            raise ValueError(NO_TOOLS)
+        for tool in self._tools:
+            if tool["function"]["name"] not in shown:
+                raise ValueError(f"{self._name} does not show the tool {tool['function']['name']}")
+
     def _render(self, messages: Sequence[Message], *, continues: bool = True) -> str:
         if self._in_parts:
             messages = [message | {"content": _parts(message.get("content"))} for message in messages]
@@ -206,15 +223,16 @@ def parts_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 def _stands(text: str, shown: str) -> bool:
-    """Whether the text stands in what is shown, trimmed, as JSON, or most of its words in order, in whatever case."""
+    """Whether the text stands in what is shown, trimmed, as JSON, or all its words in order, in whatever case."""
     text, shown = text.strip().casefold(), shown.casefold()
     if text in shown or json.dumps(text)[1:-1] in shown:
         return True
-    words, place, missing = re.findall(r"\w+", text), 0, 0
+    place, words = 0, re.findall(r"\w+", _MARK.sub("", text))
     for word in words:
-        at = shown.find(word, place)
-        place, missing = (at + len(word), missing) if at >= 0 else (place, missing + 1)
-    return 2 * missing <= len(words)  # templates take out marks such as /no_think
+        if (at := shown.find(word, place)) < 0:
+            return False
+        place = at + len(word)
+    return bool(words) or not text
 
 
 def _parts(content: Any) -> Any:
@@ -229,8 +247,8 @@ def _in_parts(tokenizer: Any, template: str) -> bool:
             shown = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         except Exception:  # templates may raise anything, and the messages themselves will tell
             continue
-        if _LAST in shown:
-            return content is not _LAST
+        if _LAST in shown:  # and not as a list that is written out
+            return content is not _LAST and str(content) not in shown
     return False
 
 

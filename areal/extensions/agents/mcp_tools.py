@@ -81,10 +81,7 @@ class ServerTools:
             if isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
                 raise ServerFailed(f"the MCP server {server!r} was lost while {name} ran") from error
             return f"Error: {error}"
-        texts = [_text(part, name) for part in result.content]
-        if not _is_repeated(result.structured_content, texts):
-            texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-        return "\n".join(text for text in texts if text)
+        return text_of_result(result, name)
 
 
 def check(servers: Mapping[str, Server]) -> None:
@@ -195,6 +192,14 @@ def _last_line(errors: TextIO) -> str:
     return next((f" ({line[-ERROR_CHARACTERS:].strip()})" for line in reversed(lines) if line.strip()), "")
 
 
+def text_of_result(result: Any, tool: str) -> str:
+    """All that a result says, as text. Raises ServerFailed for a result that is no text."""
+    texts = [_text(part, tool) for part in result.content]
+    if not _is_repeated(result.structured_content, texts):
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(text for text in texts if text)
+
+
 def _text(part: Any, tool: str) -> str:
     """The text of a part of a result: itself, or the address of a resource. Raises ServerFailed for any other part."""
     content = getattr(part, "resource", part)
@@ -209,12 +214,14 @@ def _text(part: Any, tool: str) -> str:
 
 
 def _is_repeated(structured: Any, texts: list[str]) -> bool:
-    """Whether texts already say the structured content of a result, as JSON or, if it has one value, as that value."""
+    """Whether texts already say the structured content of a result, as JSON or, where servers have put a value that is
+    no object under `result`, as that value."""
     values = [structured]
-    if isinstance(structured, dict) and len(structured) == 1:
+    if isinstance(structured, dict) and structured.keys() == {"result"}:
         values += structured.values()
     readings: list[Any] = [texts, *texts]
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             readings.append(json.loads(text))
-    return structured is None or any(value in readings for value in values)
+    written = functools.partial(json.dumps, sort_keys=True)  # in JSON, true is not 1
+    return structured is None or not {*map(written, values)}.isdisjoint(map(written, readings))

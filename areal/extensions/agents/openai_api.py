@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from areal.base.errors import explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.data.rows import PICTURE_PARTS
+from areal.data.rows import read_part
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
 from areal.samples.pictures import find
 from areal.samples.table import Generation
@@ -522,6 +522,8 @@ def _takes_late_system(tokenizer: Any, template: str) -> bool:
     return True
 
 
+# What clients write into messages besides their content.
+UNSHOWN = ("refusal", "function_call", "audio")
 # A system message that a user's message and an answer precede.
 _PROBE = [{"role": role, "content": f"It is {n}."} for n, role in enumerate(("user", "assistant", "user", "system"))]
 
@@ -532,10 +534,14 @@ def message_of(raw: Json, session: Session | None = None) -> Json:
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
+    if unknown := [key for key in UNSHOWN if raw.get(key)]:
+        raise ApiError(f"a message has {unknown[0]}, which no chat template shows: leave it out, or give it as content")
     message = {"role": role, "content": _content(raw.get("content"), session)}
     if role == "tool":
         message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
-    if role == "assistant" and raw.get("tool_calls"):
+    if raw.get("tool_calls"):
+        if role != "assistant":
+            raise ApiError(f"a message of the role {role} has tool_calls, which are the assistant's")
         if not isinstance(raw["tool_calls"], list):
             raise ApiError("the tool_calls of a message are not a list")
         message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
@@ -553,10 +559,10 @@ def _content(content: Any, session: Session | None) -> str | list[Json]:
 
 
 def _part(part: Json, session: Session | None) -> Json:
-    if isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if part.get("type") not in PICTURE_PARTS:
-        raise ApiError("a part of a message is neither text nor a picture: nothing else can be trained yet")
+    with explain(ValueError, "{why}: nothing else can be trained yet", ApiError):
+        read = read_part({"type": "text"} | part)
+    if read["type"] == "text":
+        return read
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
     with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):

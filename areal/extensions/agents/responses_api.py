@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal.extensions.agents.openai_api import (
+    UNSHOWN,
     Answer,
     ApiError,
     ChatRequest,
@@ -17,6 +18,8 @@ from areal.extensions.agents.openai_api import (
     SamplingFields,
 )
 
+# What a message may say beside its content.
+FURTHER = {*UNSHOWN, "tool_calls"}
 Responses = dict[str, list[Json]]
 """A sample's responses: by their ids, all messages up to them without the instructions. A later call may name one of
 them as its `previous_response_id`."""
@@ -201,7 +204,7 @@ def _chat_messages(request_input: str | list[Json]) -> list[Json]:
             case {"type": "reasoning"}:
                 pass
             case {"role": role, "content": content} if item.get("type", "message") == "message":
-                messages.append({"role": role, "content": content})
+                messages.append({"role": role, "content": content} | {key: item[key] for key in FURTHER & item.keys()})
             case _:
                 raise ApiError(
                     f"an item of the input has the type {item.get('type')!r}, or lacks a field: items are message, "

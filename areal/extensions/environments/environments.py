@@ -127,7 +127,7 @@ async def environment(
     reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`). An environment
     with an async `judge` gives the last turn its reward where the turns ended before the environment did."""
     async with opened(environment, environment_options or {}, session) as world:
-        talk, messages = begin(session.tokenizer, await world.reset(row))
+        talk, messages = begin(session.tokenizer, await world.reset(row), row.tools)
         async for action in turns(session, talk, messages, max_turns):
             observation, reward, is_last = await world.step(action)
             session.reward(session.calls[-1], reward)

@@ -26,7 +26,7 @@ async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_o
     """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
     continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The
     first turn without code is scored, or else the last turn."""
-    talk, messages = begin(session.tokenizer, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt, row.tools)
     answer = ""
     async for answer in turns(session, talk, messages, max_calls + 1, _until_call(session.tokenizer)):
         code = python_call(answer)

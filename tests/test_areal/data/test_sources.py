@@ -506,6 +506,37 @@ def test_a_table_gives_no_call_the_arguments_of_another_call(tmp_path):
     )
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_tools_of_a_row_stand_beside_its_prompt(tmp_path):
+    flat = {"type": "function", **TOOL["function"]}
+    rows = [
+        {"prompt": CHAT, "tools": [TOOL], "answer": 1},
+        {"prompt": CHAT, "tools": json.dumps([TOOL]), "answer": 1},
+        {"prompt": CHAT, "answer": 1},
+    ]
+    source = open_source(DataConfig(source=jsonl(tmp_path, rows), eval_size=0), 0)
+    assert sorted(str(source.row(i).tools) for i in range(3)) == ["None", str([TOOL]), str([TOOL])]
+    nested = [{"responses_create_params": {"input": CHAT, "tools": [flat]}, "answer": 1, "tools": "not these"}]
+    settings = {"source": jsonl(tmp_path, nested), "prompt_key": "responses_create_params.input", "eval_size": 0}
+    assert open_source(DataConfig(**settings), 0).row(0).tools == [TOOL]
+    assert open_source(DataConfig(**settings, tools_key=None), 0).row(0).tools is None
+
+
+def test_tools_of_a_row_that_cannot_be_read_or_shown_are_refused_with_the_way_out(tmp_path):
+    rows = jsonl(tmp_path, [{"prompt": "Weather?", "tools": [TOOL], "answer": 1}])
+    refused("has tools, which a chat template shows, but its prompt is a text: .* data.tools_key=null", rows)
+    assert open_source(DataConfig(source=rows, eval_size=0, system_prompt=""), 0).row(0).tools == [TOOL]
+    rows = jsonl(tmp_path, [{"prompt": CHAT, "tools": ["calculator"], "answer": 1}])
+    refused("has tools that cannot be read .a tool is neither .* correct 'tools', or set data.tools_key=null", rows)
+
+
+@pytest.mark.parametrize("text", ["[1, 2] sorted?", "[1, 2]", "{1: 2}", "[['a']]", r"['\d'] matches?", '{"a": 1}'])
+def test_a_text_that_begins_with_a_bracket_is_a_text(text, recwarn):
+    assert prompt_or_none(text) == text and not [*recwarn]
+
+
 texts = st.text(min_size=1, max_size=8)
 arguments = st.dictionaries(texts, st.recursive(texts, lambda inner: st.lists(inner, max_size=2), max_leaves=4))
 parts = st.fixed_dictionaries(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from fakes.scripted_policy import EOS, Characters, Session
+from fakes.scripted_policy import EOS, Characters, Session, byte_tokenizer
 
 from areal.base.errors import UserError
 from areal.base.text import python_call
 from areal.data.rows import Row
-from areal.workflows.builtin import resolve_workflow, texts_of
+from areal.workflows.builtin import FEEDBACK, resolve_workflow, texts_of
 
 ROW = Row(index=0, prompt="1+1=", answer="2", reward=None, fields={"prompt": "a75b48=", "answer": "132"})
 
@@ -213,3 +213,40 @@ def test_a_mistake_in_the_options_is_told_before_anything_runs(name, options, se
     with pytest.raises(UserError) as error:
         resolve_workflow(name, options)
     assert sentence in str(error.value)
+
+
+LOOK_UP = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {}}}
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", "multi_turn", "python_tool", "environment"])
+async def test_the_policy_sees_the_tools_of_its_row_and_its_tokens_stay_exact(workflow):
+    of = byte_tokenizer()
+    row = Row(0, [{"role": "user", "content": "Weather?"}], "7", None, {}, tools=[LOOK_UP])
+    session = Session('<tool_call>{"name": "look_up"}</tool_call>', "7", tokenizer=of, scores={"7": 1.0})
+    options = {"environment": f"{__file__}:Asks", "max_turns": 2} if workflow == "environment" else {}
+    outcome = await resolve_workflow(workflow, options)(session, row)
+    answers = ['<tool_call>{"name": "look_up"}</tool_call>', "7"]
+    between = {"multi_turn": FEEDBACK, "environment": "And?"}.get(workflow)
+    messages = [*row.prompt]
+    for answer in answers[: 1 if between is None else 2]:
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": between})
+    whole = of.apply_chat_template(messages[:-1], tools=[LOOK_UP], tokenize=False)
+    assert outcome.tokens.tolist() == of.encode(whole, add_special_tokens=False)
+    assert session.prompts[0].startswith("tools look_up")
+
+
+class Asks:
+    """Asks twice."""
+
+    async def reset(self, row):
+        return row.prompt
+
+    async def step(self, action):
+        return "And?", 0.0, action == "7"
+
+
+async def test_a_model_without_a_template_that_shows_tools_fails_the_sample_of_a_row_with_tools():
+    row = Row(0, [{"role": "user", "content": "Weather?"}], "7", None, {}, tools=[LOOK_UP])
+    with pytest.raises(ValueError, match="the model's chat template shows it no tools"):
+        await resolve_workflow("single_turn", {})(Session("7"), row)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -225,3 +230,90 @@ def test_what_a_template_does_not_show_is_said_with_its_name_and_not_dropped():
 def test_a_message_that_a_template_trims_or_quotes_is_shown(content, filter_):
     of = tokenizer(TEXT.replace("m.content", f"m.content | {filter_}") + PROMPT)
     assert of.decode(Conversation(of).prompt([user(content)])).startswith("<start>user\n")
+
+
+SHOWN = ["", "| trim", "| upper", "| tojson", "| replace('/no_think', '')", "[:6]", "[6:]", "| first", "| length"]
+said = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "system", "assistant", "tool"]),
+            "content": st.text(min_size=1, max_size=16)
+            | st.sampled_from(["/no_think", "so /no_think", "?", "a b c d"]),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def is_in(text: str, shown: str) -> bool:
+    """Whether all words of a text are there, or the text itself if it has none; marks may be missing."""
+    words = re.findall(r"\w+", re.sub(r"(?<!\S)/\w+(?!\S)", "", text.casefold())) or [text.strip().casefold()]
+    return all(word in shown.casefold() or json.dumps(word)[1:-1] in shown for word in words) or text.strip()[:1] == "/"
+
+
+@given(said, st.sampled_from(SHOWN), st.sampled_from(["none", "system", "tool", "user"]))
+def test_what_a_template_shows_has_every_text_of_the_messages_or_they_are_refused(messages, filter_, left_out):
+    template = TEXT.replace("m.content", f"m.content {filter_}").replace(
+        "in messages", f"in messages if m.role != '{left_out}'"
+    )
+    of = tokenizer(template + PROMPT)
+    try:
+        shown = of.decode(Conversation(of).prompt(messages))
+    except ValueError:
+        return
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    for message in messages:
+        text = message["content"].rpartition("</think>")[2] if message["content"] in answers else message["content"]
+        assert not text.strip() or is_in(text, shown)
+
+
+@given(
+    st.lists(st.text(min_size=1, max_size=16), min_size=1, max_size=3),
+    st.sampled_from([*TOOLS]),
+    st.sampled_from(SHOWN),
+)
+def test_what_a_template_shows_of_results_has_every_text_of_them_or_they_are_refused(results, family, filter_):
+    of = tokenizer(
+        tool_template(family, TOOLS_SHOWN[next(iter(TOOLS_SHOWN))]).replace("t.content", f"t.content {filter_}")
+    )
+    of.chat_template = of.chat_template.replace("m.content }}<end>", f"m.content {filter_} }}}}<end>")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    arguments = '{"n": 5}' if family == "arguments as text" else {"n": 5}
+    calls = [
+        {"id": f"id{i}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for i in range(len(results))
+    ]
+    talk, messages = Conversation(of, tools), [user("Weather?")]
+    try:
+        head = written(of, messages, tools=tools, add_generation_prompt=True)
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        turn = sampled(of, written(of, [*messages, message], tools=tools)[len(head) :].rstrip("\n"))
+        talk.prompt(messages)
+        messages += [talk.add(turn, message)]
+        new = [
+            {"role": "tool", "tool_call_id": call["id"], "content": text}
+            for call, text in zip(calls, results, strict=True)
+        ]
+        shown = of.decode(talk.prompt([*messages, *new]))
+    except ValueError:
+        return
+    assert all(not text.strip() or is_in(text, shown) for text in results)
+
+
+def test_a_template_that_shows_a_part_of_a_message_is_refused():
+    of = tokenizer(TEXT.replace("m.content", "m.content[:14]") + PROMPT)
+    Conversation(of).prompt([user("two words here")])
+    with pytest.raises(ValueError, match="does not show 'two words here and more', which the role user says"):
+        Conversation(of).prompt([user("two words here and more")])
+
+
+def test_a_template_that_shows_no_tools_or_not_all_is_refused():
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look_up", "sum_up")]
+    asked = [user("look_up or sum_up?")]
+    with pytest.raises(ValueError, match="the model's chat template shows it no tools"):
+        Conversation(tokenizer(TEXT + PROMPT), tools).prompt(asked)
+    with pytest.raises(ValueError, match="the model's chat template shows it no tools"):
+        Conversation(tokenizer(None), tools).prompt(asked)
+    with pytest.raises(ValueError, match="a-model does not show the tool sum_up"):
+        Conversation(tokenizer("<tools>{{ tools[0].function.name }}" + TEXT + PROMPT), tools).prompt([user("Which?")])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from fakes.scripted_policy import Session, byte_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from support.process_tree import processes_mentioning
 
 from areal.base.errors import UserError
@@ -114,6 +116,51 @@ async def test_results_are_all_that_a_tool_says_or_fail_the_sample():
         for name, kind in {"picture": "image .image/png.", "blob": "resource .a/b."}.items():
             with pytest.raises(ServerFailed, match=f"{name} has answered with a part of the type {kind}"):
                 await tools.call(name, "{}")
+
+
+texts = st.text(min_size=1, max_size=6)
+resources = st.fixed_dictionaries({"uri": st.just("file:///a"), "text": texts}) | st.fixed_dictionaries(
+    {"uri": st.just("file:///a"), "blob": st.just("AAAA")}
+)
+contents = st.lists(
+    st.fixed_dictionaries({"type": st.just("text"), "text": texts | st.sampled_from(["1", "true", "[]", '{"a": 1}'])})
+    | st.fixed_dictionaries({"type": st.just("resource"), "resource": resources})
+    | st.fixed_dictionaries(
+        {"type": st.just("resource_link"), "uri": st.just("file:///b"), "name": texts},
+        optional={"title": texts, "description": texts},
+    ),
+    max_size=2,
+)
+values = st.recursive(
+    texts | st.none() | st.booleans() | st.integers(0, 2),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts | st.just("result"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def leaves(value) -> list[str]:
+    """What a value says: its texts, those of keys among them, and the JSON of all else."""
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in [key, *leaves(item)]]
+    if isinstance(value, list):
+        return [text for item in value for text in leaves(item)]
+    return [value if isinstance(value, str) else json.dumps(value)]
+
+
+@given(contents, st.none() | st.dictionaries(texts | st.just("result"), values, max_size=2))
+def test_what_is_read_of_a_result_has_all_that_it_says_or_it_is_refused(content, structured):
+    from mcp_types import CallToolResult
+    from pydantic import ValidationError
+
+    try:
+        result = CallToolResult.model_validate({"content": content, "structuredContent": structured})
+        shown = mcp_tools.text_of_result(result, "tool")
+    except (ValidationError, ServerFailed):
+        return
+    said = [text for part in content for text in leaves({key: part[key] for key in part if key != "type"})]
+    keys = {"text", "resource", "uri", "name", "title", "description", "file:///a"}
+    said = [text for text in said if text not in keys] + [text for text in leaves(structured or {}) if text != "result"]
+    assert not [text for text in said if text not in shown and json.dumps(text, ensure_ascii=False)[1:-1] not in shown]
 
 
 async def test_long_results_are_cut_and_the_last_turn_is_scored_without_its_calls():

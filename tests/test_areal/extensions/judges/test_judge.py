@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal.base.errors import UserError
+from areal.extensions.judges.verdict_reading import choice_in, field_in, number_in
 from areal.rewards.functions import check, resolve
 from areal.rewards.result import RewardError
 
@@ -171,3 +176,40 @@ async def test_a_ranking_that_leaves_one_out_is_no_score():
     async with judge("[2, 3]", reward="group_judge") as (reward, _):
         with pytest.raises(RewardError, match="no verdict"):
             await reward.call("p", ["a", "b", "c"], {})
+
+
+words = st.text(alphabet="ab .,:;!?()*_#\n'\"[]", max_size=12)
+LINES = ["{}", "**{}**", "Score: {}", "Final verdict: {}.", "My rating is {}", "## Grade\n{}", "- {} -"]
+
+
+@given(words, st.integers(0, 10), st.sampled_from(LINES), st.sampled_from(["", "\n"]))
+def test_a_verdict_in_a_line_of_its_own_is_the_number_whatever_was_reasoned_before(reasoning, number, line, end):
+    assert number_in(f"{reasoning}\n\n{line.format(number)}{end}") == number
+    thought = f"<think>{reasoning} 7 of 9</think>{line.format(number)}{end}"
+    assert number_in(thought) == number
+
+
+pieces = st.lists(
+    st.sampled_from(["7", "3.5", "-2", "/10", "%", "A", "B", "not", "Verdict:", "score", "the", "\n", "of", "."])
+)
+
+
+@given(pieces)
+def test_a_verdict_stands_in_the_answer_or_there_is_none(pieces):
+    text = " ".join(pieces)
+    number, choice = number_in(text), choice_in(text, ["A", "B"])
+    assert number is None or number in [float(digits) for digits in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    assert choice is None or re.search(rf"\b{choice}\b", text)
+    assert not choice or not re.fullmatch(rf"\W*not\W+{choice}\W*", text)
+
+
+fields = st.dictionaries(st.sampled_from(["score", "why", "parts"]), st.integers(0, 10) | st.text(max_size=4))
+
+
+@given(words, fields, st.dictionaries(st.just("score"), st.integers(11, 20)), words)
+def test_a_field_is_that_of_the_object_and_not_of_one_in_it(before, verdict, inner, after):
+    text = f"{before} {json.dumps(verdict | {'inner': inner})} {after}"
+    read = field_in(text, "score")
+    value = verdict.get("score")
+    assert read == (value if isinstance(value, int) or value is None else read)
+    assert not isinstance(read, float) or read < 11
