@@ -42,7 +42,9 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
         if token is None and not (host and is_loopback(host[1] or host[2])):
             raise web.HTTPForbidden(text="This page is served as http://127.0.0.1 or http://localhost only.")
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
+        site, mode, dest = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode", "Dest"))
+        elsewhere = site in ("cross-site", "same-site") and (mode, dest) != ("navigate", "document")  # that is a link
+        if elsewhere or (origin is not None and urlsplit(origin).netloc != request.host):
             raise web.HTTPForbidden(text="Another web page may not read this one.")
         if token is not None and not hmac.compare_digest(request.query.get("token", "").encode(), token.encode()):
             raise web.HTTPForbidden(text="The token is missing from the address or wrong: add ?token=...")

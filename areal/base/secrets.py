@@ -10,14 +10,15 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 _WORD = (
-    r"(?:token|secret|pass(?:word|wd|phrase)?|pwd|credential|auth|authorization|bearer|cookie|dsn|sig(?:nature)?"
-    r"|(?:api|access|private|secret|signing|encryption)?[_-]?key)"
+    r"(?:token|secret|pass(?:word|wd|phrase)?|pwd|pw|pat|sas|credential|auth|authorization|bearer|cookie|dsn"
+    r"|sig(?:nature)?|session[_-]?id|access[_-]?key[_-]?id|connection[_-]?string|(?:api|access|private|secret|signing|encryption)?[_-]?key)"
 )
-# A name whose last word is that of a secret, also with a number: api_key, apiKey, X-Api-Key, HF_TOKEN, token2. Those in
-# _PLURAL are names of secrets if they hold text: `tokens: [abc]`. Some keys name columns, or are folders or counts.
+# A name whose last word is that of a secret, also with a number or a place: api_key_prod, apiKey, X-Api-Key, HF_TOKEN,
+# token2. Those in _PLURAL are names of secrets if they hold text: `tokens: [abc]`. Some keys name columns, or are
+# folders or counts.
 _NAME = re.compile(
     rf"(?!(?:prompt|answer|date)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?(?i:{_WORD}|auths|cookies|credentials)"
-    r"(?:_?[0-9]+)?"
+    r"(?:_?[0-9]+|[_-](?:file|prod|production|staging|dev|test|live))?"
 )
 _PLURAL = re.compile(
     r"(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?(?i:(?:api|access|private|secret|signing)[_-]?keys|secrets|passwords|pass(?:es|phrases))"
@@ -46,6 +47,7 @@ def without_secrets(values: Any, name: str = "") -> Any:
             return {key: without_secrets(value, names.get(key) or _inside(name, key)) for key, value in values.items()}
         case list():
             named = ["", *map(_option, values)]
+            name = "api_keys" if name == "keys" else name  # as a text it is a folder, as an object a section
             return [without_secrets(value, option or name) for option, value in zip(named, values, strict=False)]
         case str() | int() if values and values is not True and _NAME.fullmatch(name):
             return HIDDEN

@@ -162,6 +162,9 @@ async def test_nobody_sees_anything_without_the_token(folder, query):
         assert (await page.get("/data?token=mine")).status == 200
 
 
+LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -177,6 +180,10 @@ async def test_nobody_sees_anything_without_the_token(folder, query):
         ({"Host": "localhost:8090", "Origin": "http://localhost:8090"}, 200),
         ({"Host": "localhost:8090", "Origin": "https://evil.example.org"}, 403),
         ({"Host": "localhost:8090", "Origin": "null"}, 403),
+        ({"Host": "localhost:8090", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ({"Host": "localhost:8090", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 403),
+        ({"Host": "localhost:8090", "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 200),
+        ({"Host": "localhost:8090", **LINK}, 200),
     ],
 )
 async def test_no_other_web_page_reads_this_one(folder, headers, status):

@@ -35,6 +35,11 @@ FORMS = {
     "a token of a service": {"anything": f"use sk-proj-{SECRET} here"},
     "a token of a forge": {"anything": f"ghp_{SECRET}"},
     "a private key": {"anything": f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----"},
+    "keys": {"keys": [SECRET]},
+    "the id of a key": {"aws_access_key_id": SECRET, "session_id": SECRET},
+    "short names": {"db_pw": SECRET, "pat": SECRET, "sas": SECRET},
+    "a connection": {"connection_string": f"AccountKey {SECRET}"},
+    "a name with a place": {"token_file": f"/run/{SECRET}", "api_key_prod": SECRET},
     "under a name": {"auth": {"user": SECRET, "more": [{"n": SECRET}]}},
 }
 PUBLIC = {
@@ -49,6 +54,9 @@ PUBLIC = {
     "args": ["--tokenizer", "mine", "--n", "3"],
     "env": [{"name": "LANG", "value": "C"}],
     "basic_auth": True,
+    "gateway_keys": {"anna": {"rights": ["serve"]}},
+    "path": "a/path",
+    "format": "pattern",
     "prompt_key": "question",
     "bypass": "x",
     "author": "y",
