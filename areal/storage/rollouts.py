@@ -26,7 +26,7 @@ import structlog
 
 from areal.base.errors import UserError, explain
 from areal.samples.table import COLUMNS, NOT_SAMPLED, Column
-from areal.samples.trajectory import Branch, Group, Note, TokenValues, Trajectory
+from areal.samples.trajectory import FINISHES, Branch, Group, Note, TokenValues, Trajectory
 from areal.storage.disk import rename, shortage
 
 log = structlog.get_logger()
@@ -79,6 +79,17 @@ SCHEMA = pa.schema(
 )
 OPTIONAL = {*TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.engine)}
 """A file of an earlier version may lack these columns, which are null in its rows. A new column is one of them."""
+REQUIRED = {
+    *("group", "prompt_index", "sample", "branch", "fate", "row", "prompt", "completion", "reward", "reward_parts"),
+    *("finish", "shared"),
+    *(name for name, column in COLUMNS.items() if column.engine),
+}
+"""Columns that have a value in every row."""
+LONG = {*COLUMNS, "row", "prompt", "completion"}
+"""Columns that take long to read."""
+_BY_TOKEN = {*TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.wide)}
+LEAST = {"tokens": 0, "versions": NOT_SAMPLED, "shared": 0, "sample": 0, "branch": 0, "step": 0, "place": 0}
+"""The least values of columns."""
 _DICTIONARY = ["group", "fate", "reason", "row", "prompt", "reward_parts", "finish", "generators"]
 
 
@@ -366,7 +377,9 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
         every = chain.from_iterable(map(rows_of, ordered.to_batches(max_chunksize=ROWS_AT_ONCE)))
         for step, rows in groupby(every, key=itemgetter("step")):
-            yield step, [_group(list(group)) for _, group in groupby(rows, key=itemgetter("place"))]
+            with explain((ValueError, TypeError, IndexError), f"{path} has a sample that no run writes ({{why}})"):
+                groups = [_group(list(group)) for _, group in groupby(rows, key=itemgetter("place"))]
+            yield step, groups
 
 
 class RolloutFile:
@@ -386,14 +399,62 @@ class RolloutFile:
         for batch in self.parquet.iter_batches(rows, columns=self._present(columns)):
             yield self._filled(batch, columns)
 
+    def check_nulls(self) -> None:
+        """Raises pa.ArrowInvalid if a row lacks something, by what the file says of its columns."""
+        facts = self.parquet.metadata
+        groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+        for column in (group.column(number) for group in groups for number in range(group.num_columns)):
+            name = column.path_in_schema.partition(".")[0]
+            if name in REQUIRED and column.statistics and column.statistics.null_count:
+                raise pa.ArrowInvalid(f"a row has no {name}")
+
     def _present(self, columns: Sequence[str]) -> list[str]:
         return [name for name in columns if name not in self.lacking]
 
     def _filled(self, rows: Any, columns: Sequence[str]) -> Any:
+        for name in self._present(columns):
+            _check(name, rows[name])
+        by_token = [name for name in self._present(columns) if name in _BY_TOKEN]
+        for name in by_token[1:]:
+            same = pc.equal(*(pc.list_value_length(rows[each]) for each in (by_token[0], name)))
+            if pc.all(same).as_py() is False:  # None: one of them has none
+                raise pa.ArrowInvalid(f"the columns {by_token[0]} and {name} of a row differ in length")
         for name in columns:
             if name in self.lacking:
                 rows = rows.append_column(SCHEMA.field(name), pa.nulls(rows.num_rows, SCHEMA.field(name).type))
         return rows
+
+
+def _check(name: str, column: Any) -> None:
+    """Raises pa.ArrowInvalid for values that no run writes: a file may be anybody's."""
+    if name in REQUIRED and column.null_count:
+        raise pa.ArrowInvalid(f"a row has no {name}")
+    if pa.types.is_list(column.type):
+        column = pc.list_flatten(column)
+        if column.null_count:
+            raise pa.ArrowInvalid(f"a token has no {name}")
+    least = LEAST.get(name)
+    if least is not None and len(column) and (pc.min(column).as_py() or 0) < least:
+        raise pa.ArrowInvalid(f"the column {name} has values below {least}")
+    if name == "reward" and not pc.all(pc.is_finite(column)).as_py() and len(column):
+        raise pa.ArrowInvalid("a reward is no number")
+    if name == "finish" and not {*pc.unique(column).to_pylist()} <= {*FINISHES}:
+        raise pa.ArrowInvalid("a row has another finish")
+    for text in pc.unique(column).to_pylist() if name in ("reward_parts", "row") else ():
+        parts_of(text) if name == "reward_parts" else _read_json(text or "null")
+
+
+def parts_of(text: str) -> dict[str, float]:
+    """The parts of a reward by name. Raises pa.ArrowInvalid."""
+    parts = _read_json(text)
+    if not isinstance(parts, dict) or not all(isinstance(part, int | float) for part in parts.values()):
+        raise pa.ArrowInvalid("the parts of a reward are no numbers by name")
+    return parts
+
+
+def _read_json(text: str) -> Any:
+    with explain((TypeError, ValueError, RecursionError), "a row's text is no JSON", pa.ArrowInvalid):
+        return json.loads(text)
 
 
 @contextmanager
@@ -417,9 +478,11 @@ def opened(path: Path) -> Iterator[RolloutFile]:
 
 def lacking(path: Path) -> list[str]:
     """The columns that a file of rollouts does not have, as in RolloutFile. Raises UserError if a file that is there is
-    none of rollouts."""
+    none of rollouts, or has values that no run writes."""
     try:
         with opened(path) as file:
+            file.check_nulls()
+            file.read([*(REQUIRED - LONG)])  # whose values are checked
             return file.lacking
     except UserError:
         if path.exists():  # a run removes its oldest files

@@ -1,4 +1,6 @@
+import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,14 +10,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.rollout_files import write_model, write_run
 from support.stored_samples import BRANCHED
 
+from areal.__main__ import main
 from areal.base.errors import UserError
 from areal.samples.trajectory import Group, Note, TokenValues, Trajectory, row_text
 from areal.storage import rollouts
 from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
+from areal.storage.run_files import ROLLOUTS
 
 ROW = row_text({"prompt": "0 1", "answer": "2", "tests": "x" * 20_000})
 NOTES = (Note({"form": 0.5}, 0, ("generator/0", "generator/1"), 1e9, 2.5),) * 2
@@ -173,6 +179,37 @@ def test_a_flipped_bit_is_told_or_changes_nothing_that_is_read(tmp_path):
         except UserError:
             told += 1
     assert told > 10
+
+
+STRANGE = {
+    "reward": [None, math.nan],
+    "reward_parts": [None, "[1]", "{", "[" * 100_000, '{"a": "b"}'],
+    "versions": [None, [None], [-7] * 10],
+    "tokens": [None, [-5] * 10, [1]],
+    "shared": [None, -3, 999],
+    "finish": [None, "lost"],
+    "prompt": [None],
+    "row": [None, "{"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in STRANGE for value in STRANGE[name]], ids=str)
+def test_values_that_no_run_writes_are_one_sentence_for_each_reader(tmp_path, name, value, capsys):
+    write_run(tmp_path)
+    write_model(tmp_path)
+    for file in files(tmp_path / ROLLOUTS):
+        table = pq.read_table(file)
+        field = table.schema.field(name)
+        column = pa.array([value] * table.num_rows, field.type)
+        pq.write_table(table.set_column(table.schema.get_field_index(name), field, column), file)
+    with pytest.raises(UserError):
+        if name in ("reward_parts", "prompt"):  # which are read for people alone
+            rollouts.lacking(files(tmp_path / ROLLOUTS)[0])
+        list(batches(tmp_path / ROLLOUTS))
+    for words in ("rollouts", "report"):
+        with contextlib.suppress(SystemExit):
+            main([words, str(tmp_path)])
+        assert "Traceback" not in capsys.readouterr().err
 
 
 def test_the_files_are_those_of_one_run(tmp_path):
