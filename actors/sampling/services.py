@@ -72,8 +72,8 @@ class Services:
         return overlong_penalty(int(sample.sampled.sum()), limit, buffer) if buffer else 0.0
 
     async def load_parsers(self) -> None:
-        """Load the parsers that the configuration names, which takes seconds. Raises UserError."""
-        if self.config.rollout_manager.names_parsers:
+        """Load the parsers of turns if they are needed for sure, which takes seconds. Raises UserError."""
+        if self.config.rollout_manager.needs_parsers:
             await asyncio.to_thread(self.tools["parsers"].load)
 
     async def close(self) -> None:

@@ -64,10 +64,12 @@ OTHER_BYTES = GIB // 16
 # Whether something answers at this port of this machine is no matter, only that the port can be reached.
 DISCARD_PORT, LOOPBACK_SECONDS = 9, 1.0
 _LOAD_PARSERS = """
+from areal.config.data_section import DataConfig
 from areal.samples.tokenizer import load_tokenizer
 from areal.extensions.agents.parsers import Parsers
-folder, tools, reasoning = sys.argv[1:]
-Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+folder, data, tools, reasoning = sys.argv[1:]
+data = DataConfig.model_validate_json(data)
+Parsers(load_tokenizer(folder, data), tools, reasoning or None, data.chat_template_kwargs).load()
 """
 _CHECK_DEEPSPEED = """
 from areal.config.trainer_section import TrainerConfig
@@ -214,11 +216,13 @@ def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
 
 
 def check_parsers(config: Config, folder: Path) -> None:
-    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
+    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need, or if they do not read
+    the calls that its chat template writes."""
     section = config.rollout_manager
     _check_apart(
         _LOAD_PARSERS,
         str(folder),
+        config.data.model_dump_json(),
         section.tool_call_parser,
         section.reasoning_parser or "",
         what="vLLM's parsers",
@@ -287,7 +291,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
         check_adapters(folder, weight_sizes(folder), config.trainer.lora)
-    if config.rollout_manager.names_parsers:
+    if config.rollout_manager.needs_parsers:
         check_parsers(config, folder)
     tokenizer = load_tokenizer(str(folder), config.data)
     workflow = config.rollout_manager.workflow

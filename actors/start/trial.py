@@ -108,7 +108,7 @@ async def _try(config: Config, row: Row, title: str) -> int:
         trial = await Trial.start(config, row, used)
         sample, failure = await trial.play(workflow)
         episode = trial.episode(title, sample)
-    show(episode, trial.services.tokenizer.decode, config.rollout_manager.tool_call_parser, output(120))
+    show(episode, trial.services.tokenizer.decode, trial.parser, output(120))
     if failure is not None:
         print(f"The sample has failed: {shown(failure)}", file=sys.stderr)
     return 0 if failure is None else 1
@@ -205,6 +205,11 @@ class Trial:
         trial = cls(row, services, noted)
         await services.load_parsers()
         return trial
+
+    @property
+    def parser(self) -> str:
+        """The name of the parser of tool calls."""
+        return f"{self._parsers.tool_call_parser}"
 
     async def play(self, workflow: Any) -> tuple[Trajectory | None, str | None]:
         """The sample, or why it has failed. Raises UserError."""

@@ -13,8 +13,10 @@ from areal.config.engine_options import parser_conflicts
 from areal.config.reading import BENCHMARKS, merged, read_values
 from areal.config.section import NAME, Section, UserPath, temperature_conflicts
 
-# Fits any tokenizer.
-TOOL_CALL_PARSER = "hermes"
+# The parser of tool calls is the one that reads what the model's chat template writes.
+AUTO_PARSER = "auto"
+# Workflows whose policy always gets tools.
+OFFER_TOOLS = ("tools", "sandbox_tools")
 
 # The name of a workflow that is a function in a process which joins the run.
 EXTERNAL = "external"
@@ -29,8 +31,9 @@ class RolloutManagerConfig(Section):
     endpoint_host: str = Field(
         "127.0.0.1", description="interface at which agents reach the policy (areal docs agents)"
     )
-    tool_call_parser: str = TOOL_CALL_PARSER
-    """vLLM's parser of tool calls for agents, such as qwen3_xml"""
+    tool_call_parser: str = AUTO_PARSER
+    """vLLM's parser of tool calls for agents, such as qwen3_coder; auto: one that reads the calls that the model's chat
+    template writes"""
     reasoning_parser: str | None = None
     """vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"""
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
@@ -43,7 +46,7 @@ class RolloutManagerConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
-            yield from parser_conflicts(key, name)
+            yield from parser_conflicts(key, None if name == AUTO_PARSER else name)
 
     @property
     def external(self) -> bool:
@@ -63,9 +66,10 @@ class RolloutManagerConfig(Section):
         )
 
     @property
-    def names_parsers(self) -> bool:
-        """Whether parsers are named that may not fit the tokenizer."""
-        return self.reasoning_parser is not None or self.tool_call_parser != TOOL_CALL_PARSER
+    def needs_parsers(self) -> bool:
+        """Whether it is known at the start that turns are read by vLLM's parsers, which may not fit the model."""
+        named = self.reasoning_parser is not None or self.tool_call_parser != AUTO_PARSER
+        return named or self.workflow in OFFER_TOOLS
 
 
 class EvaluatorConfig(Section):

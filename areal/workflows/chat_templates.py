@@ -14,13 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from areal.samples.pictures import find
-from areal.samples.tokenizer import special_tokens
+from areal.samples.tokenizer import special_tokens, stop_tokens
 
 Message = dict[str, Any]
 
 # Placeholders for what was sampled, in the last turn and in earlier ones: no template changes them.
 _LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
-EXAMPLE_TOOL = {
+EXAMPLE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -28,6 +28,7 @@ EXAMPLE_TOOL = {
         "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "The word."}}},
     },
 }
+EXAMPLE_ARGUMENTS = {"argument": "value 8305"}
 NO_TOOLS = "the model's chat template shows it no tools: choose a model whose template does"
 # What templates take out of messages, such as /no_think.
 _MARK = re.compile(r"(?<!\S)/\w+(?!\S)")
@@ -83,15 +84,37 @@ class ChatTemplate:
                 failure = failure or error
         raise ValueError(f"{self._name} refuses such a conversation: {failure}")
 
-    def _check_example(self, question: Message, turn: Message, new: Sequence[Message]) -> None:
+    def example_calls(self) -> list[list[int]]:
+        """A turn with a call of EXAMPLE_TOOL as the policy would sample it, in each form in which the template writes
+        one; empty if the template shows no calls. Raises ValueError if the template refuses them all."""
+        turns, failure = {}, None
+        for arguments, content in itertools.product((dict, json.dumps), ("", None)):
+            question, turn, _ = _example([EXAMPLE_TOOL], 1, arguments)
+            try:
+                answered, start, end = self._answered(question, turn | {"content": content})
+            except Exception as error:  # templates raise anything where they do not take a form
+                failure = failure or error
+                continue
+            turns[self._tokenizer.decode(answered[start:end])] = answered[start:end]
+        if failure and not turns:
+            raise ValueError(f"{self._name} refuses a call: {failure}")
+        said = EXAMPLE_TOOL["function"]["name"], EXAMPLE_ARGUMENTS["argument"]
+        return [turn for text, turn in turns.items() if all(word in text for word in said)]
+
+    def _answered(self, question: Message, turn: Message) -> tuple[list[int], int, int]:
+        """The tokens of a question and a turn, and the places where the policy's own tokens begin and end: with the
+        first token that ends a sequence or, without one, with the last special token."""
         head = self._encode(self._render([question]))
         answered = self._encode(self._render([question, turn], continues=False))
-        whole = self._encode(self._render([question, turn, *new]))
         start = next((i for i, (a, b) in enumerate(zip(head, answered, strict=False)) if a != b), len(head))
-        special = special_tokens(self._tokenizer)
-        end = 1 + max(
-            (i for i, token in enumerate(answered) if token in special and i >= start), default=len(answered) - 1
-        )
+        stops, special = (tokens(self._tokenizer) for tokens in (stop_tokens, special_tokens))
+        ends = [i for i in range(start, len(answered)) if answered[i] in stops][:1]
+        ends = ends or [i for i in range(start, len(answered)) if answered[i] in special]
+        return answered, start, ends[-1] + 1 if ends else len(answered)
+
+    def _check_example(self, question: Message, turn: Message, new: Sequence[Message]) -> None:
+        answered, start, end = self._answered(question, turn)
+        whole = self._encode(self._render([question, turn, *new]))
         written = self.between([question, turn], new, answered[start:end], ended=True)
         expected = whole[end:] if whole[:end] == answered[:end] else whole[-len(written) :]
         if written != expected:
@@ -176,7 +199,7 @@ def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> 
             {"role": "assistant", "content": "Answer 5172."},
             [{"role": "user", "content": "Question 6283?"}],
         )
-    function = {"name": tools[0]["function"]["name"], "arguments": arguments({"argument": "value"})}
+    function = {"name": tools[0]["function"]["name"], "arguments": arguments(EXAMPLE_ARGUMENTS)}
     requests = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(calls)]
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": f"Result {7394 + i}."}

@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,7 +22,7 @@ import structlog
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from areal.base.errors import explain
+from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import read_part
@@ -272,18 +272,25 @@ class ChatSession:
     async def _generate(
         self, prompt: list[int], limit: int | None, keep: Keep | None, pictures: list[Json]
     ) -> Generation:
-        try:
+        with self._fails_by(Exception):  # a sample that has lost a turn cannot be trained
             return await self.session.generate(prompt, limit, keep, pictures)
-        except Exception as error:  # any error: a sample that has lost a turn cannot be trained
+
+    @contextlib.contextmanager
+    def _fails_by(self, causes: type[Exception]) -> Iterator[None]:
+        """The sample fails by errors of these kinds, even if the agent goes on."""
+        try:
+            yield
+        except causes as error:
             if not self.failure.done():
                 self.failure.set_result(error)
             raise
 
     async def _check(self, tools: list[Json] | None) -> None:
-        """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
+        """Raises ApiError if vLLM's parsers do not take these tools, and UserError if none reads the model's calls. The
+        first call imports vLLM."""
         if not self._parsers.reads(tools):
             return
-        with explain(ValueError, "{why}", ApiError):
+        with self._fails_by(UserError), explain(ValueError, "{why}", ApiError):
             await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
 
     async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> tuple[Json, str]:

@@ -1,7 +1,7 @@
 """What a sampled turn says: its thinking, its tool calls and the rest of its text, by vLLM's parsers.
 
-So a policy is read in training as it is by vLLM's server. vLLM is imported for the first turn that may have calls or
-thinking: that takes six seconds and 400 MB, and few runs need it.
+So a policy is read in training as it is by vLLM's server. `parser_choice.py` says which parser reads calls. vLLM is
+imported for the first turn that may have calls or thinking: that takes six seconds and 400 MB, and few runs need it.
 """
 
 import itertools
@@ -20,8 +20,10 @@ import structlog
 from pydantic import ValidationError
 
 from areal.base.errors import UserError
-from areal.config.role_sections import TOOL_CALL_PARSER
+from areal.config.role_sections import AUTO_PARSER
+from areal.extensions.agents.parser_choice import fitting_parser
 from areal.samples.table import Generation
+from areal.workflows.chat_templates import EXAMPLE_TOOL
 from areal.workflows.tools import Tool, Tools
 
 log = structlog.get_logger()
@@ -36,6 +38,10 @@ PARSE_SECONDS = 10.0
 _CALLS = 256
 # They write a traceback for every malformed call.
 _LOUD = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
+# The parsers of gpt-oss. They read tokens, also in turns without tools: the text of such tokens makes no sense.
+HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
+# They stand in its chat template.
+HARMONY_MARKS = ("<|channel|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +69,43 @@ class _Kind:
 class Parsers(Tool):
     """Reads turns by the parsers of these names, the keys of vLLM's --tool-call-parser and --reasoning-parser.
 
-    template_kwargs: `data.chat_template_kwargs`, which tell some parsers whether the policy thinks.
+    `tool_call_parser`: its name, for `auto` once it is loaded. template_kwargs: `data.chat_template_kwargs`, which tell
+    some parsers whether the policy thinks.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        tool_call_parser: str | None = TOOL_CALL_PARSER,
+        tool_call_parser: str | None = AUTO_PARSER,
         reasoning_parser: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if tool_call_parser == AUTO_PARSER and all(mark in str(tokenizer.chat_template) for mark in HARMONY_MARKS):
+            tool_call_parser = HARMONY
         self._tokenizer = tokenizer
-        self._tool_call_parser = tool_call_parser
+        self.tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self.template_kwargs = dict(template_kwargs or {})
-        # gpt-oss: the text of its tokens makes no sense, so one parser reads all turns.
-        self._harmony = tool_call_parser == "openai" or reasoning_parser == "openai_gptoss"
+        self._harmony = tool_call_parser == HARMONY or reasoning_parser == HARMONY_REASONING
         self._loading = threading.Lock()
         self._kinds: tuple[_Kind | None, _Kind | None] | None = None
         self._special_ids: frozenset[int] = frozenset()
         self._has_warned = False
 
     def load(self) -> None:
-        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token."""
+        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token, or
+        if the parser of calls does not read those that the chat template writes."""
         with self._loading:
             if self._kinds is not None:
                 return
             environment = dict(os.environ)
             try:
                 self._kinds = self._chosen()
+            except UserError:
+                raise
             except Exception as error:  # each parser has its own
                 cause = error.__cause__ if isinstance(error, TypeError) and error.__cause__ else error
-                names = {"tool_call_parser": self._tool_call_parser, "reasoning_parser": self._reasoning_parser}
+                names = {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self._reasoning_parser}
                 named = " and ".join(f"rollout_manager.{key}={name}" for key, name in names.items() if name)
                 reason = " ".join(str(cause).split()).rstrip(".!")
                 raise UserError(f"vLLM cannot use {named} with this model: {reason}.") from None
@@ -112,31 +123,30 @@ class Parsers(Tool):
     def parse(
         self, sampled: Generation, tools: list[Json] | None, stops: Sequence[str] = (), taken: Collection[str] = ()
     ) -> Parsed:
-        """What the turn says, up to the first of `stops`. If its parser finds no call, or one that is malformed, the
-        turn has none, and their text is content. taken: ids that calls of the sample have already.
+        """What the turn says, up to the first of `stops`. If its parser finds no call, or one that is malformed, or if
+        the turn was cut, it has none, and their text is content. taken: ids that calls of the sample have already.
 
         May take a few times PARSE_SECONDS. Raises what `check` raises.
         """
         self.check(tools)
         text, stopped = self._text(sampled, stops, special=False)
         with_tools, without = self._kinds or (None, None)
-        if tools and with_tools:
-            reasoning, content, raw_calls = self._parsed(with_tools, sampled, tools, stops) or (None, "", ())
+        if tools and with_tools and sampled.finish != "length":  # parsers take a call that was cut for a whole one
+            reasoning, content, raw_calls = self._tried(with_tools, sampled, tools, stops) or (None, "", ())
             if calls := _calls(raw_calls, taken):
                 return Parsed((content or "").strip(), reasoning or None, calls, stopped)
         # Read again: parsers of calls drop what they cannot read.
         if without:
-            reasoning, content, _ = self._parsed(without, sampled, None, stops) or (None, text, ())
+            reasoning, content, _ = self._tried(without, sampled, None, stops) or (None, text, ())
             return Parsed(content or "", reasoning or None, [], stopped)
         return Parsed(text, None, [], stopped)
 
     def reads(self, tools: list[Json] | None) -> bool:
         """Whether vLLM's parsers read the turns with these tools. They need the whole turn, and time."""
-        return bool((tools and self._tool_call_parser) or self._reasoning_parser or self._harmony)
+        return bool((tools and self.tool_call_parser) or self._reasoning_parser or self._harmony)
 
     def _chosen(self) -> tuple[_Kind | None, _Kind | None]:
         """The parsers of a turn with tools and of one without. May raise anything."""
-        from vllm.parser import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         for name in _LOUD:
@@ -145,22 +155,36 @@ class Parsers(Tool):
         self._tokenizer = get_cached_tokenizer(self._tokenizer)
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
 
-        def kind(tools: list[Json] | None) -> _Kind | None:
-            parser = ParserManager.get_parser(
-                self._tool_call_parser if tools else None,
-                self._reasoning_parser,
-                enable_auto_tools=bool(tools),
-                is_harmony=self._harmony,
-                tokenizer=self._tokenizer,
-            )
-            if parser is None:
-                return None
-            request = _request(tools)
-            adjusted = self._make_parser(parser, request).adjust_request(request)
-            return _Kind(parser, special=not adjusted.skip_special_tokens)
+        name, reasoning = self.tool_call_parser, self._reasoning_parser
+        with_tools = None if name in (None, AUTO_PARSER) else self._kind(name, reasoning)
+        if name is not None and not self._harmony:
+            self.tool_call_parser = fitting_parser(name, self._tokenizer, _known_parsers(), self._read_by)
+            with_tools = with_tools or self._kind(self.tool_call_parser, reasoning)
+        return with_tools, with_tools if self._harmony else self._kind(None, reasoning)
 
-        with_tools = kind([{"type": "function", "function": {"name": "any"}}])
-        return with_tools, with_tools if self._harmony else kind(None)
+    def _kind(self, name: str | None, reasoning: str | None) -> _Kind | None:
+        """The parser of turns that has these names; None without a name. May raise anything."""
+        from vllm.parser import ParserManager
+
+        parser = ParserManager.get_parser(
+            name,
+            reasoning,
+            enable_auto_tools=name is not None,
+            is_harmony=self._harmony,
+            tokenizer=self._tokenizer,
+        )
+        if parser is None:
+            return None
+        request = _request([EXAMPLE_TOOL] if name else None)
+        adjusted = self._make_parser(parser, request).adjust_request(request)
+        return _Kind(parser, special=not adjusted.skip_special_tokens)
+
+    def _read_by(self, name: str, turn: Generation) -> tuple[str, list[Json]]:
+        """The text and the calls of a turn, by this parser of calls. May raise anything."""
+        kind = self._kind(name, None)
+        assert kind is not None
+        _, content, raw_calls = self._parsed(kind, turn, [EXAMPLE_TOOL], ())
+        return (content or "").strip(), _calls(raw_calls, ())
 
     def _make_parser(self, parser: Any, request: Any) -> Any:
         """A parser of one turn."""
@@ -173,31 +197,40 @@ class Parsers(Tool):
             tokens = tokens[:-1]
         return cut(self._tokenizer.decode(tokens, skip_special_tokens=not special), stops)
 
-    def _parsed(
+    def _tried(
         self, kind: _Kind, sampled: Generation, tools: list[Json] | None, stops: Sequence[str]
     ) -> tuple[str | None, str | None, Any] | None:
-        """Reasoning, content and calls, by vLLM. None if the parser fails on this turn, which is logged once."""
-        request = _request(tools)
-        text, _ = self._text(sampled, stops, special=kind.special)
-        ids = sampled.tokens.tolist()
-
-        def parse() -> tuple[str | None, str | None, Any]:
-            parser = self._make_parser(kind.parser, request)
-            return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
-
+        """As `_parsed`. None if the parser fails on this turn, which is logged once."""
         try:
-            return _within(PARSE_SECONDS, parse)
+            return _within(PARSE_SECONDS, lambda: self._parsed(kind, sampled, tools, stops))
         except (_TooSlow, Exception) as error:  # a policy may write anything, and parsers raise anything
             if not self._has_warned:
+                text = self._text(sampled, stops, special=kind.special)[0]
                 log.warning("a parser fails on what the policy writes", error=repr(error), text=text[-200:])
             self._has_warned = True
             return None
+
+    def _parsed(
+        self, kind: _Kind, sampled: Generation, tools: list[Json] | None, stops: Sequence[str]
+    ) -> tuple[str | None, str | None, Any]:
+        """Reasoning, content and calls, by vLLM. May raise anything."""
+        request = _request(tools)
+        text, _ = self._text(sampled, stops, special=kind.special)
+        parser = self._make_parser(kind.parser, request)
+        return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=sampled.tokens.tolist())
 
 
 def open_parsers(tools: Tools) -> Parsers:
     """The parsers that the configuration of the run names."""
     names, data = tools.config.rollout_manager, tools.config.data
     return Parsers(tools.tokenizer, names.tool_call_parser, names.reasoning_parser, data.chat_template_kwargs)
+
+
+def _known_parsers() -> list[str]:
+    """The names of vLLM's parsers of calls that read text."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return [name for name in ToolParserManager.list_registered() if name != HARMONY]
 
 
 def _request(tools: list[Json] | None) -> Any:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.samples.table import Generation
-from areal.workflows.conversation import Conversation, user
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
+from areal.workflows.conversation import Conversation, check_shown, user
 
 SPECIAL = ["<bos>", "<start>", "<end>", "<close>", "<call>", "<after>", "<result>", "<tools>"]
 TEXT = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
@@ -181,6 +182,17 @@ def test_results_of_tools_stand_beside_their_calls_as_the_template_writes_them_i
         talk, of, messages, sampled(of, "It rains<end>"), {"role": "assistant", "content": "It rains"}, [user("Yes")]
     )
     assert prompt == written(of, messages, tools=tools, add_generation_prompt=True)
+
+
+def test_a_template_that_begins_another_turn_after_calls_is_exact():
+    """As Command R7B's does. The policy's own turn ends with the first token that ends a sequence."""
+    family = tool_template("results as turns", TOOLS_SHOWN["apart"])
+    of = tokenizer(
+        family.replace(f"{CALLS}<end>", f"{CALLS}<end>{{% if loop.last %}}<start>assistant\n<call>{{% endif %}}")
+    )
+    check_shown(of, [user("Hello")], [EXAMPLE_TOOL])
+    turn, _ = ChatTemplate(of, [EXAMPLE_TOOL]).example_calls()
+    assert of.decode(turn) == '<call>look_up {"argument": "value 8305"}\n<end>'
 
 
 @pytest.mark.parametrize("family", ["an end of several tokens", "white space before the end"])

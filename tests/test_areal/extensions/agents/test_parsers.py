@@ -30,6 +30,7 @@ ARGUMENTS = {"city": "Köln", "days": 3}
 AS_JSON = json.dumps({"name": "weather", "arguments": ARGUMENTS})
 # Tokens of models: those of the first line are text, those of the second are special.
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+GLM_MARKS = [*WORDS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 SPECIAL = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
 
 
@@ -39,6 +40,19 @@ def tokenizer():
     fast_tokenizer.add_tokens(WORDS)
     fast_tokenizer.add_tokens(SPECIAL, special_tokens=True)
     return fast_tokenizer
+
+
+def with_marks(*marks: str, calls: str | None = None):
+    """A tokenizer with these tokens. calls: what its chat template writes for each call `c`."""
+    made = byte_tokenizer()
+    made.add_tokens([*marks])
+    if calls is not None:
+        made.chat_template = (
+            "{% for m in messages %}<start>{{ m.role }} {{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+            f"{{% set c = call.function %}}{calls}{{% endfor %}}<end>{{% endfor %}}"
+            "{% if add_generation_prompt %}<start>assistant {% endif %}"
+        )
+    return made
 
 
 @pytest.fixture
@@ -199,8 +213,19 @@ def test_a_turn_is_read_up_to_a_stop_text(read):
     stops = ["Observation:", "never"]
     assert read("run()\nObservation: 7", stops=stops) == Parsed("run()\n", None, [], True)
     assert read("hm Observation: 7</think>", None, "qwen3", stops=stops) == Parsed("", "hm ", [], True)
-    parsed = read(f"<tool_call>{AS_JSON}</tool_call>Observation: <tool_call>{{", stops=stops)
+    parsed = read(f"<tool_call>{AS_JSON}</tool_call>Observation: ", stops=stops)
     assert (called(parsed), parsed.stopped) == ([("weather", ARGUMENTS)], True)
+
+
+CUT = QWEN3.partition("ln")[0]
+CUT_GLM = "<tool_call>weather<arg_key>city</arg_key><arg_value>Kö"
+
+
+@pytest.mark.parametrize(("name", "text"), [("qwen3_xml", CUT), ("glm45", CUT_GLM), ("glm47", "<tool_call>weather")])
+def test_a_call_that_was_cut_is_no_call(name, text):
+    """These parsers give out what there is of it as a whole call."""
+    tokenizer = with_marks(*GLM_MARKS)
+    assert Parsers(tokenizer, name).parse(turn(tokenizer, text, end=""), [WEATHER]) == Parsed(text, None, [], False)
 
 
 def test_a_parser_that_raises_finds_no_calls_and_is_told_of_once(tokenizer, capsys):
@@ -228,6 +253,67 @@ def test_a_tokenizer_without_the_tokens_of_a_parser_is_refused(tools, reasoning,
     with pytest.raises(UserError, match=f"tool_call_parser={tools} .*with this model: .*{lacks}") as raised:
         Parsers(byte_tokenizer(), tools, reasoning).load()
     assert "\n" not in str(raised.value)
+
+
+QWEN_TEMPLATE = (
+    "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments | items %}<parameter={{ k }}>\n{{ v }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+GLM_TEMPLATE = (
+    "<tool_call>{{ c.name }}\n{% for k, v in c.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "name"),
+    [
+        ("", "hermes"),  # it shows none
+        ("<tool_call>{{ {'name': c.name, 'arguments': c.arguments} | tojson }}</tool_call>", "hermes"),
+        (
+            "<tool_call>{{ '{\"name\": ' + c.name | tojson + ', \"arguments\": ' + c.arguments + '}' }}</tool_call>",
+            "hermes",
+        ),
+        (QWEN_TEMPLATE, "qwen3_coder"),
+        (QWEN_TEMPLATE.replace("tool_call>", "seed:tool_call>"), "seed_oss"),  # several read it
+        (GLM_TEMPLATE, "glm45"),
+        ("<|channel|>commentary to=functions.{{ c.name }}<|message|>{{ c.arguments | tojson }}<|call|>", "openai"),
+    ],
+)
+def test_the_parser_is_one_that_reads_what_the_chat_template_writes(calls, name):
+    chosen = Parsers(with_marks(*GLM_MARKS, "<seed:tool_call>", "</seed:tool_call>", calls=calls))
+    chosen.load()
+    assert chosen.tool_call_parser == name
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "sentence"),
+    [
+        (
+            "hermes",
+            QWEN_TEMPLATE,
+            "tool_call_parser=hermes does not read .*<function=look_up>.*: leave it out, or name qwen3_",
+        ),
+        (
+            "auto",
+            "[{{ c.name }} of {{ c.arguments }}]",
+            "No parser of vLLM reads .*look_up of .*: set data.chat_template",
+        ),
+        ("auto", "{{ raise_exception('no calls') }}", "refuses a call: no calls: set data.chat_template"),
+    ],
+)
+def test_calls_of_the_chat_template_that_the_parser_does_not_read_are_refused(name, calls, sentence):
+    tokenizer = with_marks(*GLM_MARKS, calls=calls)
+    with pytest.raises(UserError, match=sentence) as raised:
+        Parsers(tokenizer, name).check([WEATHER])
+    assert "\n" not in str(raised.value)
+    Parsers(tokenizer, name).check(None)
+
+
+def test_a_parser_that_is_named_is_taken_if_none_reads_the_calls_of_the_template():
+    named = Parsers(with_marks(*GLM_MARKS, calls="[{{ c.name }} of {{ c.arguments }}]"), "hermes")
+    named.load()
+    assert named.tool_call_parser == "hermes"
 
 
 def test_the_names_that_are_known_are_those_that_vllm_registers():

@@ -1,0 +1,79 @@
+"""Which of vLLM's parsers reads the calls that a model's chat template writes.
+
+The template writes an example call, and each parser reads it back. Several may: the best leaves the least text beside
+the call, since some parsers find a call between the marks of another model. Then Hermes' form is the most common, and a
+parser may have the name of its marks (`<seed:tool_call>`).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from areal.base.errors import UserError, explain
+from areal.config.role_sections import AUTO_PARSER
+from areal.samples.table import Generation
+from areal.workflows.chat_templates import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, ChatTemplate
+
+# Fits any tokenizer.
+HERMES = "hermes"
+
+Read = Callable[[str, Generation], tuple[str, list[dict[str, Any]]]]
+"""The text and the calls of a turn, by the parser of this name. May raise anything."""
+
+
+def fitting_parser(name: str, tokenizer: Any, names: Iterable[str], read: Read) -> str:
+    """The parser for this model: `name`, or for `auto` the best of `names`. If the chat template writes no calls, any
+    parser fits. Raises UserError if this parser does not read what the chat template writes."""
+    turns: list[list[int]] = []
+    refused = "{why}: set data.chat_template to a template that takes the calls of tools."
+    with explain(ValueError, refused) if name == AUTO_PARSER else suppress(ValueError):
+        turns = ChatTemplate(tokenizer, [EXAMPLE_TOOL]).example_calls() if tokenizer.chat_template else []
+    if not turns:
+        return HERMES if name == AUTO_PARSER else name
+    written = tokenizer.decode(turns[0])
+    order = sorted(names, key=lambda one: (one != HERMES, one.partition("_")[0] not in written, one))
+    fitting, lacking = _fitting(order, [_turn(tokens) for tokens in turns], read)
+    if name in fitting or (name != AUTO_PARSER and not fitting):
+        return name
+    calls = f"the calls that the model's chat template writes, such as {written!r:.200}"
+    if name != AUTO_PARSER:
+        raise UserError(
+            f"rollout_manager.tool_call_parser={name} does not read {calls}: leave it out, or name "
+            f"{' or '.join(fitting)}."
+        )
+    if not fitting:
+        untried = f" ({' and '.join(lacking)} lack packages of their own)" if lacking else ""
+        raise UserError(
+            f"No parser of vLLM reads {calls}{untried}: set data.chat_template to a template whose calls one reads, or "
+            f"rollout_manager.tool_call_parser if the policy writes its calls in another form."
+        )
+    return fitting[0]
+
+
+def _fitting(names: Iterable[str], turns: Sequence[Generation], read: Read) -> tuple[list[str], list[str]]:
+    """The parsers that read one of the turns, the best first, and those whose packages are not installed."""
+    left: dict[str, int] = {}  # characters of text beside the call
+    lacking = {}
+    for name, turn in product(names, turns):
+        try:
+            text, calls = read(name, turn)
+        except Exception as error:  # a tokenizer may lack a parser's tokens, and parsers raise anything
+            lacking |= {name: True} if isinstance(error.__cause__, ImportError) else {}
+            continue
+        if [_called(call) for call in calls] == [(EXAMPLE_TOOL["function"]["name"], EXAMPLE_ARGUMENTS)]:
+            left[name] = min(len(text), left.get(name, len(text)))
+    return sorted(left, key=left.__getitem__), [*lacking]
+
+
+def _called(call: dict[str, Any]) -> tuple[str, Any]:
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+def _turn(tokens: Sequence[int]) -> Generation:
+    """A turn of these tokens, as if the policy had sampled them."""
+    n = len(tokens)
+    return Generation(np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
