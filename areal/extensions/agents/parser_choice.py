@@ -57,7 +57,7 @@ def fitting_parser(name: str, tokenizer: Any, names: Iterable[str], read: Read) 
 def _fitting(names: Iterable[str], turns: Sequence[Generation], read: Read) -> tuple[list[str], list[str]]:
     """The parsers that read one of the turns, the best first, and those whose packages are not installed."""
     left: dict[str, int] = {}  # characters of text beside the call
-    lacking = {}
+    lacking: dict[str, bool] = {}
     for name, turn in product(names, turns):
         try:
             text, calls = read(name, turn)

@@ -149,8 +149,8 @@ class Parsers(Tool):
         """The parsers of a turn with tools and of one without. May raise anything."""
         from vllm.tokenizers.hf import get_cached_tokenizer
 
-        for name in _LOUD:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        for loud in _LOUD:
+            logging.getLogger(loud).setLevel(logging.CRITICAL)
         # Every parser asks for the vocabulary, which takes transformers 0.1 s.
         self._tokenizer = get_cached_tokenizer(self._tokenizer)
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
