@@ -953,3 +953,82 @@ async def test_a_task_of_verifiers_has_a_time_limit_and_leaves_no_program(tokeni
     with pytest.raises(AgentFailed, match="did not end within"):
         await resolve_workflow("verifiers", {"timeout_seconds": 12})(Policy(tokenizer, None), row)
     assert not processes_mentioning("prices")
+
+
+SHARED = """
+import itertools
+
+import verifiers.v1 as vf
+
+
+class Stock(vf.Toolset[vf.SharedToolsetConfig]):
+    @vf.tool
+    async def stock(self, fruit: str) -> int:
+        return {"fig": 7}[fruit]
+
+
+class Ask(vf.Task):
+    @vf.reward
+    async def said(self, trace) -> float:
+        return float(trace.last_reply == "7")
+
+
+class Asks(vf.Taskset[Ask]):
+    INFINITE = True
+
+    def load(self):
+        for n in itertools.count():
+            yield Ask(vf.TaskData(id=f"ask-{n}", prompt=f"How many figs? ({n})"), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Stock(vf.SharedToolsetConfig())]
+
+
+__all__ = ["Asks"]
+if __name__ == "__main__":
+    Stock.run()
+"""
+
+
+@pytest.fixture
+def asking(monkeypatch, tmp_path):
+    """The source of an endless task set whose tasks share tools; options: of the environment."""
+    pytest.importorskip("verifiers.v1", reason="verifiers 0.4 is not installed")
+    (tmp_path / "asks.py").write_text(SHARED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the tools' process
+    return lambda **options: open_source(DataConfig(source="verifiers:asks", eval_size=2, options=options), seed=0)
+
+
+STOCK = '<tool_call>{"name": "stock_stock", "arguments": {"fruit": "fig"}}</tool_call>'
+
+
+async def test_tasks_without_end_that_share_tools_are_rows_and_are_done(tokenizer, asking):
+    source = asking()
+    rows = [source.row(4), *source.held_out]
+    assert source.size is None and [row.prompt for row in rows] == [f"How many figs? ({n})" for n in (8, 1, 3)]
+    assert rows[0].fields["task_id"] == "ask-8" and len(rows[0].fields["task_key"]) > 8
+    policy = Policy(tokenizer, STOCK, "7")
+    outcome = await resolve_workflow("verifiers", {})(policy, rows[0])
+    assert policy.prompts[1].endswith("<start>tool 7<end><start>assistant ") and outcome.reward == 1.0
+
+
+async def test_several_attempts_of_one_agent_are_one_sample_with_their_mean_reward(tokenizer, asking):
+    policy = Policy(tokenizer, "7", "8")
+    outcome = await resolve_workflow("verifiers", {})(policy, asking(id="best-of-n", n=2).row(0))
+    assert outcome.reward == 0.5 and len(policy.calls) == 2
+
+
+async def test_an_agent_that_is_not_to_be_trained_needs_a_model_of_its_own(tokenizer, asking):
+    row = asking(id="user-sim").row(0)
+    with pytest.raises(RuntimeError, match="user is not to be trained: give it a model, data.options.user.model"):
+        await resolve_workflow("verifiers", {})(Policy(tokenizer, "Figs?", "7", "###DONE###"), row)
+
+
+def test_a_harness_that_runs_commands_of_the_policy_needs_a_place(asking):
+    with pytest.raises(
+        UserError, match="the program of agent runs commands of the policy: .* data.options.agent.runtime"
+    ):
+        asking(agent={"harness": {"id": "bash"}})
+    assert asking(agent={"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}).row(0).prompt
