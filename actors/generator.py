@@ -195,6 +195,7 @@ class Generator(Actor):
                 transfer=transfer_backend(config.weights),
                 routes=bool(config.steps) and config.trainer.routing == "replay",
                 kept_words=kept_words_of(config),
+                kept_logprobs=config.trainer.centres_scores,
             )
 
         devices = SharedDevices(config, member.directory, member.ask, member.spawn, member.works)

@@ -309,9 +309,9 @@ def kept_words_of(config: Config) -> int:
     vocabulary, top_k = vocabulary_of(Path(config.model)), config.sampling.top_k
     if vocabulary > MOST_KEPT and not 0 < top_k <= MOST_TOP_K:
         raise UserError(
-            f"sampling.{config.sampling.left_out[0]} leaves words out, so with "
-            f"trainer.objective={config.trainer.objective} the words that a token was drawn from are stored with it, "
-            f"and of a vocabulary of {vocabulary:,} they are too many: set sampling.top_k from 1 to {MOST_TOP_K}."
+            f"With trainer.objective={config.trainer.objective} and these settings of sampling the words that a token "
+            f"was drawn from are stored with it, and of a vocabulary of {vocabulary:,} they are too many: set "
+            f"sampling.top_k from 1 to {MOST_TOP_K}."
         )
     return vocabulary if vocabulary <= MOST_KEPT else top_k + top_k // 2 + 8
 

@@ -339,11 +339,11 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["sampling.temperature=0"], "sampling.temperature is 0"),
         (
             ["sampling.top_p=0.9", "trainer.sequence_parallel=2", "trainer.ranks=2"],
-            "trainer.sequence_parallel computes log-probs among all words, but sampling.top_p leaves words out",
+            "trainer.sequence_parallel computes log-probs among all words, but with sampling.top_p losses are over",
         ),
         (
             ["sampling.min_p=0.1", "generator.engine_options.speculative_config={method: ngram}"],
-            "speculative_config was never tried with words left out, but sampling.min_p leaves words out",
+            "speculative_config was never tried with words left out, but with sampling.min_p losses are over",
         ),
         (["master.address=tcp://*:5999"], "* is beyond this machine, where links need keys"),
         (["network.keys=no_such_folder"], "There are no keys in"),

@@ -216,7 +216,8 @@ class Config(ScoringConfig, metaclass=_Checked):
     @property
     def keeps_words(self) -> bool:
         """Whether tokens are stored with the words that they were drawn from: the loss compares policies over them."""
-        return bool(self.steps and self.sampling.left_out and self.trainer.uses_behaviour)
+        compares = self.sampling.left_out and self.trainer.uses_behaviour
+        return bool(self.steps and (compares or self.trainer.centres_scores))
 
     def _conflicts_of_kept_words(self) -> Iterator[str]:
         others = {
@@ -231,8 +232,9 @@ class Config(ScoringConfig, metaclass=_Checked):
         }
         for key, (value, why) in others.items():
             if value and self.keeps_words:
-                left = self.sampling.left_out[0]
-                yield f"{key} {why}, but sampling.{left} leaves words out: leave out {key} or sampling.{left}"
+                left = f"sampling.{(*self.sampling.left_out, '')[0]}"
+                left = "trainer.objective=score_centring" if self.trainer.centres_scores else left
+                yield f"{key} {why}, but with {left} losses are over the words that were kept: leave out one of the two"
 
     def conflicts_of_groups(self, estimator: str) -> Iterator[str]:
         """What advantages that compare the samples of a group conflict with. estimator: the setting that chose them."""

@@ -52,6 +52,12 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
     "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
     "m2po": dict(_GROUP),
+    "score_centring": {
+        "advantage_mean": "group",
+        "advantage_std": "none",
+        "behaviour_weight": "none",
+        "proximal": "interpolate",
+    },
     "sao": {"behaviour_weight": "none", "proximal": "interpolate", "eps_clip": 0.3, "eps_clip_higher": 5.0},
     "flash_reinforce": {
         "advantage_std": "none",
@@ -260,6 +266,11 @@ class TrainerConfig(Section):
     def compares_group(self) -> bool:
         """Whether the advantages compare the samples of a group. A user's own estimator says so when it is loaded."""
         return self.advantage == "normalised" and self.advantage_mean in COMPARE_GROUP
+
+    @property
+    def centres_scores(self) -> bool:
+        """Whether the loss needs pi_behav of all words that a token was drawn from."""
+        return self.objective == "score_centring"
 
     @property
     def uses_behaviour(self) -> bool:

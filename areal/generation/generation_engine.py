@@ -67,7 +67,7 @@ FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 # vllm.v1.engine.EngineCoreEventType
 PREEMPTED = 3
 
-_NOTHING = np.empty(0, np.float32)
+_NOTHING = np.empty((0, 1), np.float32)
 
 # The number of the only adapter.
 ADAPTER = 1
@@ -171,11 +171,13 @@ class GenerationEngine:
         transfer: str | None = None,
         routes: bool = False,
         kept_words: int = 0,
+        kept_logprobs: bool = False,
     ) -> GenerationEngine:
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
         transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
         kept_words: the width of the column of this name; 0: they do not have it. If it is full, words may be missing.
+        kept_logprobs: whether they also have the column of this name.
 
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
@@ -186,7 +188,7 @@ class GenerationEngine:
         use = _Use(seed, lora, sleeps, transfer, routes, kept_words)
         core, stops = await asyncio.to_thread(_start_core, model, config, use)
         limits = core.vllm_config.model_config
-        sizes = limits.get_vocab_size(), limits.max_model_len, kept_words
+        sizes = limits.get_vocab_size(), limits.max_model_len, kept_words, kept_logprobs
         facts = _Model(model, shapes, tied, lora, stops, *sizes)
         engine = cls(core, config, facts, version)
         if lora:
@@ -573,7 +575,7 @@ class GenerationEngine:
             self._hits += stats.prefix_cache_stats.hits
         first = outputs.outputs[0].new_logprobs if outputs.outputs else None
         logprobs = _NOTHING if first is None else first.logprobs  # of all outputs, one after another
-        words = None if first is None or first.logprob_token_ids.ndim < 2 else first.logprob_token_ids
+        words = None if first is None or logprobs.shape[1] < 2 else first.logprob_token_ids
         routes = outputs.outputs[0].routed_experts if outputs.outputs else None
         end = 0
         for output in outputs.outputs:
@@ -583,9 +585,11 @@ class GenerationEngine:
             version = version or outputs.weight_version
             if (sequence := self._sequences.get(key)) is not None:
                 self._preemptions += sum(event.type == PREEMPTED for event in output.events or ())
-                columns = {"logprobs": logprobs[begin:end]}
+                columns = {"logprobs": logprobs[begin:end, 0]}
                 if words is not None:
                     columns["kept_words"] = words[begin:end]
+                    if self._model.kept_logprobs:
+                        columns["kept_logprobs"] = np.where(words[begin:end] < 0, 0, logprobs[begin:end, 1:])
                 if routes is not None:
                     columns["routes"] = routes[begin:end]
                 sequence.add(output, columns, version)
@@ -612,6 +616,7 @@ class _Model:
     vocab_size: int
     max_len: int
     kept_words: int
+    kept_logprobs: bool
 
 
 class _Sequence:

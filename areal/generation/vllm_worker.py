@@ -203,14 +203,14 @@ def _finish_reload(model: torch.nn.Module) -> None:
 
 
 def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists:
-    """The tokens' log-probs, [tokens], and the likeliest words, as many as were asked for, [tokens, words]: `NO_WORD`
-    where the sampler has left a word out, which has no log-prob then. In vLLM's rows the sampled token comes first."""
+    """The log-probs of each token and of the likeliest words, as many as were asked for, [tokens, 1 + words], and these
+    words, [tokens, words]: `NO_WORD` for a word that the sampler has left out, which has no log-prob."""
     logprobs = np.concatenate([part.logprobs for part in parts])
     words = NOTHING
     if logprobs.shape[1] > 1:
         numbers = np.concatenate([part.logprob_token_ids for part in parts])
         words = np.where(np.isneginf(logprobs), NO_WORD, numbers)[:, 1:].astype(np.int32)
-    return LogprobsLists(words, np.ascontiguousarray(logprobs[:, 0]), NOTHING)
+    return LogprobsLists(words, logprobs, NOTHING)
 
 
 class _Gathers:

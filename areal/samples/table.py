@@ -36,6 +36,7 @@ COLUMNS = {
     "logprobs": Column(np.float32, engine=True),
     "versions": Column(np.int32, engine=True, unsampled=NOT_SAMPLED),
     "kept_words": Column(np.int32, unsampled=NO_WORD, wide=True),
+    "kept_logprobs": Column(np.float32, wide=True),
     "returns": Column(np.float64, unsampled=None, missing="reward"),
     "teacher_logprobs": Column(np.float32),
     "reference_logprobs": Column(np.float32),
@@ -50,7 +51,8 @@ trainer's loss gets.
 tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of each sampled token
 after temperature, of its distribution after top-p and the like. versions: the policy version that sampled each token.
 kept_words: [T, k], the words that each sampled token was drawn from, likeliest first, where `sampling.top_p` or the
-like leaves words out and the loss compares policies; `NO_WORD` fills a row.
+like leaves words out and the loss compares policies; `NO_WORD` fills a row. kept_logprobs: [T, k], log pi_behav of
+these words, for `score_centring`; 0 for `NO_WORD`.
 returns: what each sampled token is credited with, in place of the reward of its sample.
 teacher_logprobs, reference_logprobs: the log-prob of each sampled token, given those before it in its branch, under the
 model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the tokens
@@ -63,6 +65,9 @@ ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine
 SCORED = ("teacher_logprobs", "reference_logprobs")
 TOP = ("teacher_top_tokens", "teacher_top_logprobs")
 """The columns that scorers give: of the sampled tokens, and of those that are likeliest."""
+
+KEPT = ("kept_words", "kept_logprobs")
+"""The columns of the words that tokens were drawn from. Samples differ in how many they have of them."""
 
 SPARE = 64
 """A table that grows has room for so many more tokens, at the least."""

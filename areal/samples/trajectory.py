@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal.samples.table import COLUMNS, ENGINE_COLUMNS, NO_WORD, NOT_SAMPLED, Finish, TokenTable, check, pack, unpack
+from areal.samples.table import (
+    COLUMNS,
+    ENGINE_COLUMNS,
+    KEPT,
+    NO_WORD,
+    NOT_SAMPLED,
+    Finish,
+    TokenTable,
+    check,
+    pack,
+    unpack,
+)
 
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
@@ -135,7 +146,11 @@ class Trajectory(_FURTHER):
         branches = zip(*self.branches, strict=True) if self.branches else ((), ())
         values = ([self.reward], [FINISHES.index(self.finish)], *branches)
         of_sample = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
-        return pack(self.columns | of_sample)
+        columns = self.columns
+        if self.kept_words is not None:  # one column more than the widest row says that no word is missing
+            width = 1 + int((self.kept_words != NO_WORD).sum(1).max(initial=0))
+            columns |= {name: columns[name][:, :width] for name in KEPT if name in columns}
+        return pack(columns | of_sample)
 
     @classmethod
     def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":

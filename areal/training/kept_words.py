@@ -25,11 +25,11 @@ def with_kept_words(row: PackedRow, words: Tensor) -> PackedRow:
 
 
 def among_kept_words(words: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The log-probs and entropies of the S tokens among their kept words, a critic's values, and the log of what all
-    kept words had, [S] each. outputs: of a row of `with_kept_words`."""
+    """The log-probs and entropies of the S tokens among their kept words, a critic's values, the log of what all kept
+    words had, [S] each, and the log-probs of these words, [S, k]. outputs: of a row of `with_kept_words`."""
     (logp, _, *values), count = outputs, len(words)
     of_words = torch.full(words.shape, -math.inf, device=logp.device).masked_scatter(words >= 0, logp[count:])
     mass = of_words.logsumexp(1)
     among = of_words - mass[:, None]
     entropy = -(among.exp() * among.masked_fill(words < 0, 0.0)).sum(1)
-    return logp[:count] - mass, entropy, *(of_tokens[:count] for of_tokens in values), mass
+    return logp[:count] - mass, entropy, *(of_tokens[:count] for of_tokens in values), mass, among

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal.samples.pictures import find
-from areal.samples.table import COLUMNS, NO_WORD, NOT_SAMPLED
+from areal.samples.table import COLUMNS, KEPT, NOT_SAMPLED
 from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
 
 NO_PICTURES: Mapping[str, Any] = {}
@@ -172,10 +172,10 @@ def _columns(sequences: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def _stacked(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """The column of the sequences, one after another. Those sampled with another `sampling.top_k` have other widths."""
-    if name == "kept_words":
-        width = max(part.shape[1] for part in parts)
-        parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=NO_WORD) for part in parts]
+    """The column of the sequences, one after another."""
+    if name in KEPT:
+        width, fill = max(part.shape[1] for part in parts), COLUMNS[name].unsampled or 0
+        parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]
     return np.concatenate(parts)
 
 

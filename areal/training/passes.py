@@ -111,11 +111,14 @@ class Passes:
     def forward(self, module: Any, row: PackedRow, temperature: float) -> tuple[Tensor, ...]:
         """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
         [S] each (all ranks). If the row has kept words, they are those among these, and the row gains the column
-        `kept_mass`: the log of what all kept words of a token have of the whole distribution."""
+        `kept_mass`: the log of what all kept words of a token have of the whole distribution. Beside the column
+        `kept_logprobs` it gains `kept_policy`, log pi_theta of these words."""
         if row.kept_words is not None:
             every = self._compute(module, whole := with_kept_words(row, row.kept_words), whole, temperature)
-            *outputs, mass = among_kept_words(row.kept_words, every)
+            *outputs, mass, among = among_kept_words(row.kept_words, every)
             row.columns["kept_mass"] = mass.detach()
+            if "kept_logprobs" in row.columns:
+                row.columns["kept_policy"] = among
             return tuple(outputs)
         if self._together.size == 1:
             return self._compute(module, row, row, temperature)

@@ -88,6 +88,11 @@ def model_files(folder: Path) -> ModelFiles:
             f"{folder} has an adapter beside its model, which transformers would add and vLLM would not: remove its "
             f"{ADAPTER_CONFIG_FILE}, or merge the adapter into the model."
         )
+    if (folder / "config.json").is_file() and (named := read_json(folder / "config.json").get("transformers_weights")):
+        raise UserError(
+            f"The config.json of {folder} has transformers_weights={named}, a file that transformers would read in "
+            f"place of {names[0]}, and vLLM would not: remove this key."
+        )
     return ModelFiles(_with_ties(folder, tensors), tuple(sorted(present - {*names})))
 
 

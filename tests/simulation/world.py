@@ -418,6 +418,7 @@ class World:
         transfer: Any,
         routes: bool,
         kept_words: int,
+        kept_logprobs: bool,
     ) -> SimEngine:
         await life.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         self.oracle.engine_starts(life.loop.name, seed)

@@ -70,7 +70,8 @@ def policy_gradient(config: TrainerConfig) -> Algorithm:
         return mask_sequences(objective(tokens, config), tokens, config)
 
     mask = MASKS.get(config.objective)
-    return Algorithm({}, advantages, loss, mask=mask and partial(mask, config=config))
+    needs = {"kept_logprobs": f"trainer.objective={config.objective}"} if config.centres_scores else {}
+    return Algorithm(needs, advantages, loss, mask=mask and partial(mask, config=config))
 
 
 def tokens_in(outputs: RowOutputs, row: PackedRow) -> Tokens:

@@ -17,12 +17,14 @@ from areal.training.algorithms.gspo import gmpo, gspo
 from areal.training.algorithms.m2po import kept_tokens, m2po
 from areal.training.algorithms.sao import sao
 from areal.training.algorithms.sapo import sapo
+from areal.training.algorithms.score_centring import score_centring
 from areal.training.algorithms.token_loss import Objective, TokenLoss, Tokens
 from areal.training.algorithms.vespo import vespo
 
 LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
 LOSSES |= {"ppo": ppo, "gspo": gspo, "luspo": gspo, "gmpo": gmpo, "cispo": cispo, "m2po": m2po}
 LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo, "sao": sao}
+LOSSES["score_centring"] = score_centring
 """The objectives by their name in the configuration. Those with the same function differ in their settings."""
 
 MASKS = {"m2po": kept_tokens}
@@ -51,10 +53,9 @@ def rehearse(config: TrainerConfig) -> Objective:
     objective = objective_of(config.objective)
     for size, gap in ((3, 0.1), (3, 0.0), (0, 0.0)):
         logp = torch.linspace(-1.0, -2.0, size, requires_grad=True)
-        sequence = torch.arange(size) // 2
-        tokens = Tokens(
-            logp, logp.detach() - gap, logp.detach() + gap, torch.linspace(-1.0, 1.0, size), sequence, entropy=-logp
-        )
+        sequence, A, behaviour = torch.arange(size) // 2, torch.linspace(-1.0, 1.0, size), logp.detach() + gap
+        of_words = {"kept_words": sequence[:, None], "kept_logprobs": behaviour[:, None], "kept_policy": logp[:, None]}
+        tokens = Tokens(logp, logp.detach() - gap, behaviour, A, sequence, entropy=-logp, columns=of_words)
         same = " that all policies find equally likely" if size and not gap else ""
         called = f"The objective {config.objective!r}, called on {size} tokens{same},"
         # The user's own code may raise anything.

@@ -161,7 +161,9 @@ async def engine(shared_engine: GenerationEngine, models: Models) -> GenerationE
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_adapting(models: Models) -> AsyncGenerator[GenerationEngine, None]:
     """An engine whose versions are adapters of the first model, and whose tokens come with the words that were kept."""
-    engine = await GenerationEngine.start(models[0], CONFIG, version=0, lora=LORA, kept_words=KEPT_WORDS)
+    engine = await GenerationEngine.start(
+        models[0], CONFIG, version=0, lora=LORA, kept_words=KEPT_WORDS, kept_logprobs=True
+    )
     yield engine
     await engine.close()
 
@@ -712,7 +714,9 @@ async def test_tokens_come_with_the_words_that_they_were_drawn_from_through_a_ne
     await until(lambda: len(parts) >= 2)
     await adapting.load(adapter, 1)
     sequence = await running
-    words = np.concatenate([part.columns["kept_words"] for part in parts])
+    words, logprobs = (
+        np.concatenate([part.columns[name] for part in parts]) for name in ("kept_words", "kept_logprobs")
+    )
     assert set(sequence.versions) == {0, 1} and words.shape == (len(sequence), KEPT_WORDS)
     ids = torch.tensor([[*PROMPT, *sequence.tokens.tolist()]])
     with torch.no_grad():
@@ -731,6 +735,8 @@ async def test_tokens_come_with_the_words_that_they_were_drawn_from_through_a_ne
         assert sorted(own[kept].tolist()) == pytest.approx(sorted(ordered[: len(kept)].tolist()), abs=1e-4)
         among = own[kept].log_softmax(-1)[kept.tolist().index(token)]
         assert float(among) == pytest.approx(float(sequence.logprobs[place]), abs=1e-5)
+        assert logprobs[place][: len(kept)].tolist() == pytest.approx(own[kept].log_softmax(-1).tolist(), abs=1e-5)
+        assert not logprobs[place][len(kept) :].any()
         assert len(kept) <= (sampling.top_k or VOCABULARY)
         p = ordered[: sampling.top_k or None].softmax(-1)
         p = p[p >= sampling.min_p * p[0] * (1 - 1e-5)]

@@ -38,9 +38,9 @@ def with_kept_words(batch, seed=0):
     random = np.random.default_rng(seed)
 
     def kept(trajectory):
-        words = np.full((len(trajectory), WIDTH), NO_WORD, np.int32)
+        words, most = np.full((len(trajectory), WIDTH), NO_WORD, np.int32), random.integers(1, WIDTH)
         for place in np.flatnonzero(trajectory.sampled):
-            count, token = random.integers(0, WIDTH), trajectory.tokens[place]
+            count, token = random.integers(0, most + 1), trajectory.tokens[place]
             others = random.permutation(np.delete(np.arange(VOCAB), token))[:count]
             words[place, : count + 1] = random.permutation([token, *others])
         return replace(trajectory, kept_words=words)
@@ -93,17 +93,49 @@ def exact(folder, batch, entropy_coef):
 )
 def test_log_probs_ratios_and_gradients_are_those_among_the_words_that_each_token_was_drawn_from(folder, make, changes):
     batch = with_kept_words(make())
+    narrow = [replace(g, trajectories=tuple(Trajectory.of_frame(t.frame()) for t in g.trajectories)) for g in batch]
+    assert len({t.kept_words.shape[1] for group in narrow for t in group.trajectories}) > 1
     engine = TrainingEngine(folder, settings(**changes), seed=0, keep_values=True)
     expected, logprobs = exact(folder, batch, changes.get("entropy_coef", 0.0))
     sampled = np.concatenate([s.sampled for group in batch for t in group.trajectories for s in t.sequences()])
     computed = engine.logprobs(batch, temperature=TEMPERATURE)[sampled]
     np.testing.assert_allclose(computed, logprobs, atol=1e-5)
-    result, gradients = step_and_gradients(engine, batch)
+    result, gradients = step_and_gradients(engine, narrow)  # samples as the spool has them
     assert_same_gradients(gradients, expected)
     np.testing.assert_allclose(engine.values.proximal_logprobs[sampled], logprobs, atol=1e-5)
     behaviour = np.concatenate([s.logprobs for group in batch for t in group.trajectories for s in t.sequences()])
     assert result.weight_mean == pytest.approx(np.exp(logprobs - behaviour[sampled]).mean(), rel=1e-5)
     engine.close()
+
+
+def test_score_centring_takes_the_mean_score_of_the_words_that_each_token_was_drawn_from(folder):
+    random, batch = np.random.default_rng(0), with_kept_words(make_batch())
+
+    def with_logprobs(t):
+        weights = np.where(t.kept_words == NO_WORD, 0, random.random(t.kept_words.shape))
+        q = weights / np.maximum(weights.sum(1, keepdims=True), 1e-9)
+        return replace(t, kept_logprobs=np.log(np.where(q > 0, q, 1)))
+
+    batch = [replace(group, trajectories=tuple(map(with_logprobs, group.trajectories))) for group in batch]
+    engine = TrainingEngine(folder, settings(objective="score_centring"), seed=0)
+    _, gradients = step_and_gradients(engine, batch)
+    model, loss, count = eager(folder, torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for group in batch:
+        mean = np.mean([t.reward for t in group.trajectories])
+        for t in group.trajectories:
+            logps = distributions(model, t)
+            for place in np.flatnonzero(t.sampled):
+                words = t.kept_words[place] != NO_WORD
+                kept, q = t.kept_words[place][words], torch.from_numpy(np.exp(t.kept_logprobs[place][words]))
+                of_word = logps[place - 1][torch.from_numpy(kept).long()]
+                loss = loss - (t.reward - mean) * (logps[place - 1][int(t.tokens[place])] - (q * of_word).sum())
+                count += 1
+    (loss / count).backward()
+    expected = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(gradients, expected)
+    engine.close()
+    with pytest.raises(ValueError, match="have no kept_logprobs, which trainer.objective=score_centring needs"):
+        engine.step(with_kept_words(make_batch()), version=3, temperature=TEMPERATURE)
 
 
 def test_an_adapter_is_trained_on_the_log_probs_among_the_kept_words(folder):

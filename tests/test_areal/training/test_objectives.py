@@ -30,14 +30,19 @@ UNCUT = (0.0, np.inf)
 
 
 def make_tokens(seed=0, S=400):
-    """Float64, with u, w inside and outside of all bounds, on both signs of A, and some A of 0; 1 to 20 a sequence."""
+    """Float64, with u, w inside and outside of all bounds, on both signs of A, and some A of 0; 1 to 20 a sequence.
+    Each was drawn from two words."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 21, S)
     sequence = np.repeat(np.arange(S), lengths)[:S]
     logp_prox = rng.normal(-2, 1, S)
     logps = (logp_prox + rng.normal(0, 0.3, S), logp_prox, logp_prox - rng.normal(0, 0.8, S))
     arrays = [np.minimum(logp, -0.01) for logp in logps] + [rng.normal(0, 1, S).round(1)]
-    return Tokens(*(torch.tensor(a) for a in arrays), torch.tensor(sequence))
+    theta, _, behaviour, _ = tensors = [torch.tensor(a) for a in arrays]
+    kept = {"kept_words": torch.zeros(S, 2, dtype=torch.int64)}
+    for name, logp in (("kept_policy", theta), ("kept_logprobs", behaviour)):
+        kept[name] = torch.stack([logp, torch.log(-torch.expm1(logp))], 1)
+    return Tokens(*tensors, torch.tensor(sequence), columns=kept)
 
 
 def settings(name, **changes):
@@ -157,7 +162,20 @@ def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_setting
 
 
 def test_the_reference_knows_every_objective():
-    objectives = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po", "sao"}
+    objectives = {
+        "ppo",
+        "gspo",
+        "luspo",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "dppo",
+        "dppo_kl",
+        "vespo",
+        "m2po",
+        "sao",
+        "score_centring",
+    }
     assert {*SURROGATES, *objectives} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
 
 
@@ -323,6 +341,34 @@ def test_sao_leaves_out_every_token_whose_ratio_to_the_behaviour_policy_is_outsi
     assert settings("sao").uses_behaviour
 
 
+@pytest.mark.parametrize(("kind", "bounds"), [("none", UNCUT), ("truncated", (0, 1.2)), ("masked", (0.8, 1.2))])
+def test_score_centring_takes_the_mean_of_the_weighted_score_under_the_behaviour_policy_out(kind, bounds):
+    random, S, V = np.random.default_rng(0), 60, 7
+    kept = random.random((S, V)) < 0.7
+    kept[:, 0] = True
+    theta, behaviour = (np.where(kept, random.normal(size=(S, V)), -np.inf) for _ in range(2))
+    p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (theta, behaviour))
+    token, A = np.array([random.choice(V, p=row) for row in q]), random.normal(size=S)
+    w = np.array([weight(x, kind, bounds) for x in np.log(np.where(kept, p, 1) / np.where(kept, q, 1)).ravel()])
+    pulls = np.where(kept, q * w.reshape(S, V), 0)  # of each word's score, the centre's
+    pulls = np.eye(V)[token] * w.reshape(S, V) - pulls
+    expected = A[:, None] * (pulls - pulls.sum(1, keepdims=True) * p)
+    logits = torch.from_numpy(np.where(kept, theta, 0.0)).requires_grad_()
+    policy = torch.where(torch.from_numpy(kept), logits, -torch.inf).log_softmax(1)
+    words, numbers = torch.from_numpy(np.where(kept, np.arange(V), -1)), torch.arange(S)
+    logq = torch.from_numpy(np.log(np.where(kept, q, 1)))
+    columns = {"kept_words": words, "kept_logprobs": logq, "kept_policy": policy}
+    tokens = Tokens(
+        policy[numbers, token], policy.detach()[numbers, token], logq[numbers, token],
+        torch.from_numpy(A), numbers, columns=columns,
+    )  # fmt: skip
+    config = settings(
+        "score_centring", behaviour_weight=kind, **({} if kind == "none" else {"behaviour_weight_bounds": bounds})
+    )
+    LOSSES["score_centring"](tokens, config).loss.sum().backward()
+    np.testing.assert_allclose(-logits.grad.numpy()[kept], expected[kept], rtol=1e-9, atol=1e-12)
+
+
 def test_flash_reinforce_weighs_a_sequence_s_gradient_or_leaves_the_sequence_out_by_its_mean_binary_kl():
     """At one optimizer step a batch, where pi_theta is pi_prox."""
     tokens, config = make_tokens(), settings("flash_reinforce", sequence_mask_bounds=(0.0, 0.1))
@@ -433,7 +479,9 @@ def test_no_gradient_reaches_the_proximal_or_the_behaviour_policy(name):
 def test_log_ratios_of_any_size_give_finite_losses_and_gradients(name, kind):
     far = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0])
     theta, prox, behav, A = torch.cartesian_prod(far, far, far, torch.tensor([-3.0, 0.0, 3.0])).T
-    tokens = Tokens(theta, prox, behav, A, torch.arange(len(A)))
+    of_words = dict(zip(("kept_policy", "kept_logprobs"), (theta[:, None], behav[:, None].clamp(max=0)), strict=True))
+    of_words["kept_words"] = torch.zeros(len(A), 1, dtype=torch.int64)
+    tokens = Tokens(theta, prox, behav, A, torch.arange(len(A)), columns=of_words)
     loss, _, gradient = evaluate(name, tokens, settings(name, behaviour_weight=kind, eps_clip_dual=3.0))
     assert loss.dtype == np.float32
     assert np.isfinite(loss).all()
@@ -679,7 +727,7 @@ def test_the_default_is_decoupled_ppo_with_its_weight():
 
 
 def test_only_objectives_around_the_behaviour_policy_are_without_a_weight_unless_asked():
-    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo", "sao"]
+    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo", "score_centring", "sao"]
 
 
 def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
@@ -701,8 +749,13 @@ def test_a_loss_that_depends_on_the_behaviour_policy_needs_the_words_that_sampli
     same = (evaluate(name, tokens, blind)[2] == evaluate(name, remainder, blind)[2]).all()
     assert blind.uses_behaviour is not same
     if name == "distill":
-        with pytest.raises(UserError, match=r"trainer.teacher gives log-probs among all words, but sampling.top_p"):
+        with pytest.raises(
+            UserError, match=r"trainer.teacher gives log-probs among all words, but with sampling.top_p"
+        ):
             load("sampling.top_p=0.9", "trainer.objective=distill")
+        return
+    if name == "score_centring":
+        assert load(f"trainer.objective={name}").keeps_words
         return
     for key, value in (("top_p", 0.9), ("min_new_tokens", 4)):
         default = [f"sampling.{key}={value}", f"trainer.objective={name}"]

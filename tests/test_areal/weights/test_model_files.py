@@ -218,7 +218,14 @@ def named_otherwise(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
 
 
+def named_in_the_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+
+
 REFUSED = {
+    named_in_the_config: r"has transformers_weights=other.safetensors, a file that transformers would read in place of",
     two_models: r"has two models, model.safetensors and the files that .*index.json names: remove one",
     adapter_beside: r"has an adapter beside its model, .*: remove its adapter_config.json",
     another_head: r"lm_head.weight, that differs from its embeddings, but its config.json has tie_word_embeddings=true",

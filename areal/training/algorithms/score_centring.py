@@ -1,0 +1,22 @@
+"""Score centring: the mean of the score under the policy that sampled is taken out."""
+
+from dataclasses import replace
+
+import torch
+
+from areal.config.trainer_section import TrainerConfig
+from areal.training.algorithms.token_loss import TokenLoss, Tokens, behaviour_weight
+
+
+def score_centring(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """Score centring (arXiv 2609.20807): J = A (sg(w) log pi_theta - sum_v sg(q_v w_v) log pi_theta(v)) over the words
+    v that the token was drawn from, with q = pi_behav and w = pi_theta / q, as `behaviour_weight` bounds it; none: 1.
+
+    The gradient's mean under q is 0, which it is not without the sum where q is another policy than pi_theta.
+    """
+    kept, q = tokens.columns["kept_words"] >= 0, tokens.columns["kept_logprobs"]
+    p = torch.where(kept, tokens.columns["kept_policy"], 0.0)
+    w = behaviour_weight(replace(tokens, logp_prox=tokens.logp.detach()), config)
+    w_of_words = behaviour_weight(replace(tokens, logp_prox=p.detach(), logp_behav=q), config)
+    mean = (torch.where(kept, q.exp() * w_of_words, 0.0) * p).sum(1)
+    return TokenLoss(loss=-tokens.A * (w * tokens.logp - mean), clipped=w == 0)
