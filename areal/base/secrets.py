@@ -17,7 +17,7 @@ _WORD = (
 # token2. Those in _PLURAL are names of secrets if they hold text: `tokens: [abc]`. Some keys name columns, or are
 # folders or counts.
 _NAME = re.compile(
-    rf"(?!(?:prompt|answer|date)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?(?i:{_WORD}|auths|cookies|credentials)"
+    rf"(?!(?:prompt|answer|date|tools|teacher)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?(?i:{_WORD}|auths|cookies|credentials)"
     r"(?:_?[0-9]+|[_-](?:file|prod|production|staging|dev|test|live))?"
 )
 _PLURAL = re.compile(
