@@ -41,6 +41,7 @@ from actors.runtime.bound_addresses import new_bus
 from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
+from actors.watching.start_lines import show_start, timed
 from areal.base.children import kill_group
 from areal.base.processes import START, SUPERVISED
 from areal.base.text import shown
@@ -195,6 +196,7 @@ class Supervisor:
                 self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
                 if not await self._until_answers(master, bus, address):
                     return
+                self._say(timed("the master is ready, the other roles are started"))
                 self._folder = folder
                 self._progress_before = self._progress()
                 for role in ROLES.values():
@@ -202,6 +204,7 @@ class Supervisor:
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
                 tasks.create_task(self._watch(master, bus, address, config.master.lost_seconds), name="watch")
+                tasks.create_task(show_start(bus, address, self._say), name="start")
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)

@@ -265,9 +265,11 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
 
     from actors.start.start_checks import check_start, first_waits
     from actors.watching.monitor import print_summary
+    from actors.watching.start_lines import timed
     from areal.storage.run_folder import store_configuration
 
     environments = check_start(config)
+    print_lines([timed("configuration, model, rows, rewards and machine are checked")])
     if config.master.address != default:
         print_lines([f"{default} is in use: the master of this run listens at {config.master.address}."])
     network = claim_record(config, arguments)

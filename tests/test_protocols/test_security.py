@@ -412,7 +412,7 @@ def test_keys_are_not_made_over_others(folder):
 
 def test_no_keys_are_told_how_to_be_made(tmp_path):
     for change in (Keys, rotate_keys, retire_keys):
-        with pytest.raises(KeysError, match=f"python -m areal keys {tmp_path}"):
+        with pytest.raises(KeysError, match=f"areal keys {tmp_path}"):
             change(tmp_path)
 
 

@@ -389,7 +389,7 @@ def test_a_fork_with_other_data_discards_the_prompts_that_were_open(config):
         (4, "steps=4", r"begins with 4 steps and is to have 4: give it more, steps=N"),
         (4, "model=other", r"^model says what the checkpoint is of that a fork of .* begins with: keep it\.$"),
         (4, "trainer.lora.rank=4", r"^trainer.lora says what the checkpoint is of"),
-        (4, "trainer.lrr=4", r"did you mean 'lr'"),
+        (4, "trainer.lrr=4", r"did you mean 'trainer.lr'"),
     ],
 )
 def test_a_fork_that_cannot_be_is_told_in_one_sentence(config, step, override, sentence):

@@ -110,7 +110,7 @@ def test_a_role_waits_until_the_name_of_the_masters_host_is_known(monkeypatch):
     "host", ["10.0.0.1", "*", "0.0.0.0", "[::]", "node0", "[2001:db8::1]", "localhost.example.org"]
 )
 def test_beyond_one_machine_keys_are_needed(host, monkeypatch):
-    with pytest.raises(UserError, match="python -m areal keys") as refused:
+    with pytest.raises(UserError, match="areal keys FOLDER") as refused:
         open_network("127.0.0.1", host)
     assert "\n" not in str(refused.value)
     monkeypatch.setenv(KEYS, keys_folder())

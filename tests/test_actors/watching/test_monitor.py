@@ -12,6 +12,7 @@ from rich.console import Console
 
 from actors.watching import monitor
 from actors.watching.monitor import Feed, follow
+from areal.base.command_line import typed
 from areal.storage.records import line_of
 from protocols.bus_errors import DeadlineError
 from protocols.messages import AskStatus, Shutdown, Status
@@ -134,8 +135,8 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
         "  after  fallen!   (score 0)",
     ]
     assert "For each column, the model writes its letter, its two digits," in " ".join(out.getvalue().split())
-    for command in ("areal dashboard", "areal rollouts", "run.py --resume"):
-        assert f" {command} {tmp_path}" in out.getvalue() or f"{command} {tmp_path} steps=10" in out.getvalue()
+    for words in (f"dashboard {tmp_path}", f"rollouts {tmp_path}", f"run --resume {tmp_path} steps=10"):
+        assert typed(words) in out.getvalue()
     assert f"{tmp_path}/report.html" in out.getvalue()
 
 
