@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal.base.errors import UserError, explain
+from areal.base.hub import reach_hub
 from areal.base.processes import ROOT, cache_folder, tied
 from areal.config import Config
 from areal.config.trainer_section import LoraConfig
@@ -452,6 +453,7 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None], weights: bool) -
             if self.unit == "B" and self.total:
                 tell(f"it downloads {name}: {self.n / 1e9:.2f} of {self.total / 1e9:.2f} GB")
 
+    offline = reach_hub()
     tell(f"it downloads {name}")
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
     copies = ["consolidated*.safetensors", "*/*.safetensors"]  # of the same weights, for other programs
@@ -460,7 +462,7 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None], weights: bool) -
             snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies, tqdm_class=ReportedProgress)
         )
     except (OSError, ValueError) as error:  # huggingface_hub raises both, also without a network
-        first = str(error).strip().splitlines()[0]
+        first = offline or str(error).strip().splitlines()[0]
         raise UserError(
             f"The model {name} ({key}) is not a folder here, and it could not be downloaded ({first}): name a folder."
         ) from None

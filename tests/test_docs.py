@@ -169,3 +169,11 @@ def test_the_first_example_of_the_notebooks_page_has_enough_rows(tmp_path, monke
     monkeypatch.setattr(areal, "train", train)
     exec(compile(fenced(ROOT / "docs" / "notebooks.md", "py")[0], "example", "exec"), {})
     assert (tmp_path / "runs" / "notebook" / "rows.jsonl").exists()
+
+
+def test_the_notebooks_page_has_all_members_of_a_run():
+    import areal
+
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8").partition("| member |")[2]
+    listed = {name for row in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
+    assert listed == {"folder", "config", *(name for name in vars(areal.LiveRun) if not name.startswith("_"))}

@@ -114,7 +114,7 @@ def start(
 def _start(settings: Settings, show: bool) -> "LiveRun":
     run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
     try:
-        run.find_master(LOOK_SECONDS)
+        run._find_master(LOOK_SECONDS)
         run._serve(settings.rewards)
         if settings.workflow is not None:
             run.serve_workflow(settings.workflow)
@@ -135,7 +135,7 @@ def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
     config = config_of_run(folder)
     run = LiveRun(folder, config.model_copy(update={"run_dir": folder.parent, "name": folder.name}))
     if read_summary(folder) is None:
-        run.find_master(patience)
+        run._find_master(patience)
     return run
 
 
@@ -320,7 +320,7 @@ class LiveRun:
         section = self.config.rollout_manager
         if not section.external:
             raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
-        workflow = bound_workflow(name_of(workflow), workflow, section.workflow_options)
+        workflow = bound_workflow(name_of(workflow, "workflow"), workflow, section.workflow_options)
         self._join(RolloutManager, workflow=workflow)
         if self.config.evaluates:
             self._join(Evaluator, workflow=workflow)
@@ -353,7 +353,7 @@ class LiveRun:
         time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
         self._print_console()
 
-    def find_master(self, patience: float) -> None:
+    def _find_master(self, patience: float) -> None:
         """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
         for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
         while self._process is not None and claimed_address(self.folder) is None:

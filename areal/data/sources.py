@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
+from areal.base.hub import reach_hub
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
@@ -553,6 +554,7 @@ def table(config: SourceConfig, dataset: Any, what: str) -> Table:
 def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:
     """Open `hf:NAME`, or a folder that `save_to_disk` has written or that has files as a repository of the hub.
     `hf:NAME:SPLIT` and `FOLDER:SPLIT`: SPLIT replaces data.split."""
+    offline = reach_hub() if name.startswith("hf:") else ""
     import datasets  # takes seconds
 
     place, split = name, None
@@ -564,9 +566,16 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
         datasets.disable_progress_bars()
     split = split or config.split
     saved = any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
-    with explain(
-        (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError),
-        f"{what} cannot be loaded ({{why}}): correct the name, data.split or data.options",
+    with (
+        explain(
+            (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError),
+            f"{what} cannot be loaded ({{why}}): correct the name, data.split or data.options",
+        ),
+        explain(
+            ConnectionError,
+            f"{what} is not in this machine's cache, and the hub is not there ({offline or '{why}'}): connect, or name "
+            f"a file of rows",
+        ),
     ):
         dataset = datasets.load_from_disk(place) if saved else datasets.load_dataset(place, **options, split=split)
     if isinstance(dataset, datasets.DatasetDict):

@@ -332,7 +332,7 @@ def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tm
     )
     process = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 2"])
     with pytest.raises(UserError, match=r"^A prompt in data has 'W'\.$"):
-        areal.LiveRun(tmp_path, config, process).find_master(0.0)
+        areal.LiveRun(tmp_path, config, process)._find_master(0.0)
 
 
 @pytest.mark.parametrize(

@@ -683,3 +683,15 @@ def test_a_held_out_prompt_is_known_again_in_another_form(tmp_path):
     eval_source = jsonl(tmp_path, [{"prompt": [CHAT[1]], "answer": 4}], "eval.jsonl")
     source = open_source(DataConfig(source=jsonl(tmp_path, rows), eval_source=eval_source, eval_size=1), 0)
     assert [source.row(i).prompt for i in range(source.size)] == ["x"]
+
+
+def test_a_data_set_of_a_hub_that_cannot_be_reached_is_refused_at_once_and_no_name_is_blamed(tmp_path):
+    code = "from areal.config.data_section import DataConfig; from areal.data.sources import open_source\n"
+    code += "open_source(DataConfig(source='hf:me/rows', eval_size=0), 0)"
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    sentence = refused.stderr.strip().splitlines()[-1]
+    assert "is not in this machine's cache, and the hub is not there (127.0.0.1 cannot be reached: Conn" in sentence
+    assert "Retrying" not in refused.stderr

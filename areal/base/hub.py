@@ -1,0 +1,33 @@
+"""The Hugging Face hub where it cannot be reached: its client would try for a minute, and name another cause."""
+
+import functools
+import os
+import socket
+import sys
+from urllib.parse import urlsplit
+
+OFFLINE = "HF_HUB_OFFLINE"
+CONNECT_SECONDS = 5.0
+
+
+@functools.cache
+def reach_hub() -> str:
+    """Ask once in a process whether the hub can be reached. If it cannot, this process and its children use what is in
+    the cache, and the return value says why; else it is empty."""
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return f"{OFFLINE} is set"
+    if any(name.lower() in ("https_proxy", "http_proxy", "all_proxy") for name in os.environ):
+        return ""  # the proxy knows the way
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        socket.create_connection((str(place.hostname), port), CONNECT_SECONDS).close()
+    except OSError as error:
+        os.environ[OFFLINE] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if datasets := sys.modules.get("datasets"):
+            datasets.config.HF_HUB_OFFLINE = True
+        return f"{place.hostname} cannot be reached: {error.strerror or error}"
+    return ""
