@@ -53,8 +53,8 @@ def documented() -> list[tuple[str, list[str]]]:
     """The scripts that are to be typed, with the words after each."""
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     texts += [ast.get_docstring(ast.parse(TEXTS[path]), clean=False) or "" for path in SCRIPTS]
-    found = [match.groups() for text in texts for match in COMMAND.finditer(text)]
-    return [(script, shlex.split(words.replace("\\\n", " "))) for script, words in found]
+    matches = [match.groups() for text in texts for match in COMMAND.finditer(text)]
+    return [(script, shlex.split(words.replace("\\\n", " "))) for script, words in matches]
 
 
 def environment() -> dict[str, str]:

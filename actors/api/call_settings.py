@@ -64,32 +64,32 @@ def settings_of(
 ) -> Settings:
     """The settings of a run; its folder and the files in it are made. Raises UserError."""
     weights, functions = named_rewards(reward)
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if weights:
         groups = [name for name, kind in functions.items() if kind.groups]
-        given = {"reward.functions": weights, "reward.external": [*functions], "reward.groups": groups}
+        chosen = {"reward.functions": weights, "reward.external": [*functions], "reward.groups": groups}
     function = None if isinstance(workflow, str) else workflow
     if workflow is not None:
-        given["rollout_manager.workflow"] = workflow if function is None else EXTERNAL
+        chosen["rollout_manager.workflow"] = workflow if function is None else EXTERNAL
     for key, value in keys.items():
         if value is not None or key not in ("model", "steps"):
-            given[key] = str(value) if isinstance(value, Path) else value
-    _check_given_once(given)
-    values = _values(config, given)
-    source_of_objective = objective.take_source(given)
+            chosen[key] = str(value) if isinstance(value, Path) else value
+    _check_given_once(chosen)
+    values = _values(config, chosen)
+    source_of_objective = objective.take_source(chosen)
     own_rows = not isinstance(data, str | Path | None)
-    if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
+    if own_rows and config is None and workflow is None and not any("reward" in key for key in chosen):
         raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (areal docs rewards).")
     if data is not None:
         values = _with_source(values, rows.FILE if own_rows else str(data))
-    complete = _configured(values, given)
+    complete = _configured(values, chosen)
     if function is not None:
         bound_workflow(name_of(function, "workflow"), function, complete.rollout_manager.workflow_options)
     folder = complete.folder
     with tempfile.TemporaryDirectory() as place:
         if own_rows:
             file, has_answers = rows.write_rows(data, Path(place))
-            complete = _configured(_with_source(values, str(file), has_answers), given)
+            complete = _configured(_with_source(values, str(file), has_answers), chosen)
             rows.check(complete, file)
         if functions:
             row = open_source(complete.data, complete.seed).row(0)
@@ -98,7 +98,7 @@ def settings_of(
         os.close(claim(folder))  # an earlier run of the name is moved
         if own_rows:
             shutil.move(file, folder / rows.FILE)
-            complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), given)
+            complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), chosen)
     if source_of_objective:
         complete = objective.write(complete, source_of_objective)
     replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
@@ -106,7 +106,7 @@ def settings_of(
 
 
 def _check_given_once(settings: Mapping[str, Any]) -> None:
-    """Raises UserError if a key with dots is also in a section that is given as a dict."""
+    """Raises UserError if a key with dots is also in a section that is chosen as a dict."""
     for key in (key for key in settings if "." in key):
         *sections, last = key.split(".")
         value: Any = settings
@@ -116,10 +116,10 @@ def _check_given_once(settings: Mapping[str, Any]) -> None:
             raise UserError(f"The call has {key!r} twice, also in {sections[0]}={{...}}: leave one of them out.")
 
 
-def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
-    """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
-    dotted = {key: value for key, value in given.items() if "." in key}
-    plain = {key: value for key, value in given.items() if "." not in key}
+def _configured(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Config:
+    """The configuration with the chosen keys, which may have dots, over other values. Raises UserError."""
+    dotted = {key: value for key, value in chosen.items() if "." in key}
+    plain = {key: value for key, value in chosen.items() if "." not in key}
     config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), "the call")
     return config
 
@@ -154,10 +154,10 @@ def name_of(value: Any, kind: str = "reward") -> str:
     return kind if name == "<lambda>" else str(name)
 
 
-def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def _values(config: Config | Mapping[str, Any] | str | Path | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
     match config:
         case None:
-            return read_values(QUICKSTART) if given.get("model") == "quickstart" else DEFAULTS
+            return read_values(QUICKSTART) if chosen.get("model") == "quickstart" else DEFAULTS
         case Config():
             return config.model_dump(mode="json", exclude_unset=True)
         case Mapping():

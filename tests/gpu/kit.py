@@ -274,13 +274,13 @@ class Kit:
         """What a run measured, if it did all that it should. gap: the largest that `logprob_gap` may be."""
         records, summary = check_accounts(self.folder / "runs" / name)
         gap = gap or GAP["float32" if self.rehearsal else "bfloat16"]
-        found = summary["logprob_gap_max"]
-        if found is None or not found <= gap:
-            raise StageFailed(f"log-probs of trainer and generators differ by {found} nats (at most {gap:g})")
+        largest = summary["logprob_gap_max"]
+        if largest is None or not largest <= gap:
+            raise StageFailed(f"log-probs of trainer and generators differ by {largest} nats (at most {gap:g})")
         interrupted = sum(record["sequences_interrupted"] for record in records)
         return (
             f"{len(records)} steps, {summary['samples_trained']} samples in {summary['seconds']:.0f} s; staleness "
-            f"{summary['staleness_max']} (at most {summary['max_staleness']}), log-prob gap {found:.1g} (at most "
+            f"{summary['staleness_max']} (at most {summary['max_staleness']}), log-prob gap {largest:.1g} (at most "
             f"{gap:g}), {interrupted} sequences interrupted, held-out accuracy {summary['accuracy_before']:.3f} to "
             f"{summary['accuracy_after']:.3f}"
         )

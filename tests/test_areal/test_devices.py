@@ -99,20 +99,22 @@ say()
 
 
 @pytest.mark.parametrize(
-    ("transport", "own", "found"),
+    ("transport", "own", "allocator"),
     [
         ("folder", {}, "expandable_segments:True None"),
         ("direct", {"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
         ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
     ],
 )
-def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_the_user_says_so(transport, own, found):
+def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_the_user_says_so(
+    transport, own, allocator
+):
     config = run_of().model_copy(update={"weights": WeightsConfig(transport=transport)})
     names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | own
     command = [sys.executable, "-c", TRAINS, config.model_dump_json()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.stdout == f"{found}\n{found}\n", done.stderr
+    assert done.stdout == f"{allocator}\n{allocator}\n", done.stderr
 
 
 def test_options_of_the_engine_may_multiply_its_devices():

@@ -1197,9 +1197,9 @@ def gate_a_step_late() -> AbstractContextManager[None]:
 
     def late(schedule: Schedule, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
         schedule._state.version -= 1
-        found = stragglers(schedule, chosen)
+        groups = stragglers(schedule, chosen)
         schedule._state.version += 1
-        return found
+        return groups
 
     return patch.multiple(Schedule, stragglers=late)
 

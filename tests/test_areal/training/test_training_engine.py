@@ -243,8 +243,8 @@ def test_a_reference_that_is_a_scorer_is_that_of_the_trainer_by_other_means(engi
             samples.append(sample.with_scores("reference_logprobs", [policy[start + 1 : start + len(sample)]]))
             start += len(sample)
         batch.append(replace(group, trajectories=tuple(samples)))
-    result, found = step_and_gradients(engine, batch)
-    assert_same_gradients(found, gradients)
+    result, own_gradients = step_and_gradients(engine, batch)
+    assert_same_gradients(own_gradients, gradients)
     assert result.kl_reference == pytest.approx(expected.kl_reference, abs=1e-6)
 
 

@@ -111,11 +111,11 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folders(plain, tmp_path_factory):
     """By the names of ODD."""
-    made = {name: tmp_path_factory.mktemp("hub") / "models--me--mine" / "snapshots" / "c0" for name in ODD}
-    for name, folder in made.items():
+    folders = {name: tmp_path_factory.mktemp("hub") / "models--me--mine" / "snapshots" / "c0" for name in ODD}
+    for name, folder in folders.items():
         shutil.copytree(plain, folder)
         ODD[name](folder)
-    return made
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -266,13 +266,13 @@ def test_weights_that_are_no_safetensors_are_no_model(plain, tmp_path):
 
 def test_what_is_beside_a_model_is_listed_and_not_in_the_view_of_libraries(folders):
     for kind, folder in folders.items():
-        found, stray = model_files(folder), [name for name in ("consolidated", "model-old", "zzz") if name]
+        read, stray = model_files(folder), [name for name in ("consolidated", "model-old", "zzz") if name]
         beside = [path.name for path in folder.glob("*.safetensors") if path.stem in stray]
-        assert found.beside == tuple(beside)
-        assert {tensor.dtype for tensor in found.tensors} == {"F32"}
-        assert [tensor.name for tensor in found.tensors if tensor.tied] == [HEAD] * (kind == "an equal head")
+        assert read.beside == tuple(beside)
+        assert {tensor.dtype for tensor in read.tensors} == {"F32"}
+        assert [tensor.name for tensor in read.tensors if tensor.tied] == [HEAD] * (kind == "an equal head")
         with only_model(folder) as view:
-            assert {path.name for path in view.glob("*.safetensors")} == {file.name for file in found.files}
+            assert {path.name for path in view.glob("*.safetensors")} == {file.name for file in read.files}
             assert (view / "config.json").is_file()
             assert (view == folder) == (not beside and kind != "shards without an index")
         assert view == folder or not view.exists()
