@@ -234,6 +234,7 @@ class Generator(Actor):
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
         self._reloads: Counter[str] = Counter()
+        self._tokens_evaluated = 0
 
     async def catch_up(self) -> None:
         if self._is_behind():
@@ -262,6 +263,7 @@ class Generator(Actor):
             **stats,
             "limit": self._concurrency.limit,
             "version": self._engine.version,
+            "tokens_evaluated": self._tokens_evaluated,
             **self._reloads,
             "fetch_seconds": self._weights.seconds,
             "weight_bytes_received": self._weights.bytes_received,
@@ -349,6 +351,7 @@ class Generator(Actor):
             with self.member.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as parts:
                     async for part in parts:
+                        self._tokens_evaluated += len(part) if sender.startswith("evaluator/") else 0
                         add(_New(new.job, part))
         except ValueError as error:
             raise RefusedError(str(error)) from None

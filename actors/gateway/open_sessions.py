@@ -88,6 +88,11 @@ class SessionLinks:
     async def ask(self, name: str, opens: bool, mark: str = "") -> SessionAnswer:
         return await self._member.ask_master(AskSession(session=name, opens=opens, mark=mark), SessionAnswer)
 
+    async def is_open(self, group: SessionGroup) -> bool:
+        """Whether the session has neither expired nor been deleted meanwhile."""
+        answer = await self.ask(group.session, opens=False)
+        return answer.session is not None and answer.session.group == group.group
+
     def report_start(self, session: UserSession, version: int) -> None:
         if session.group is not None:
             session.sample.min_version = max(version, session.group.min_version)
@@ -369,6 +374,9 @@ class OpenSessions:
         assert group is not None
         self._close(session)
         if not session.sample.calls:
+            if not await self._links.is_open(group):  # its calls may have been at the gateway before
+                self._end_for_good(session)
+                return False
             raise ApiError("nothing was sampled in this session", "no_calls")
         with explain(ValueError, "the session cannot be trained: {why}", partial(ApiError, code="bad_reward")):
             trajectory = session.sample.trajectory(None if reward is None else reward.value)

@@ -135,6 +135,12 @@ class StepMeter:
         self._recent.append(_main_metrics(metrics))
         return metrics
 
+    @property
+    def tokens_sampled(self) -> int:
+        """By the counts of all generators, without those of evaluations. What a generator has not reported when it dies
+        is missing."""
+        return self._state.tokens_sampled + int(self._counted["tokens_generated"] - self._counted["tokens_evaluated"])
+
     def recent(self, since: int) -> list[dict[str, Any]]:
         """The main metrics of the recent steps after step `since`."""
         return [metrics for metrics in self._recent if metrics["step"] > since]
@@ -144,12 +150,13 @@ def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metrics[name] for name in RECENT if name in metrics}
 
 
-def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
-    """The contents of summary.json, for a run that has ended."""
+def summary(config: Config, state: RunState, ending: Ending, tokens_sampled: int) -> dict[str, Any]:
+    """The contents of summary.json, for a run that has ended. tokens_sampled: by the counts of the generators."""
     counters = state.ledger.state.counters
     first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
     samples = (counters.trained - counters.sessions_trained) * config.group_size + counters.sessions_trained
-    tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
+    accounted = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
+    tokens = max(accounted, tokens_sampled)
     return {
         "ok": ending.ok,
         "reason": ending.reason,
@@ -165,12 +172,16 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "tokens_generated": tokens,
         "tokens_trained": state.tokens_trained,
         "tokens_discarded": state.tokens_discarded,
+        "tokens_lost": tokens - accounted,
         "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
         "seconds": state.seconds,
         "checkpoint": state.checkpoint,
         "weights": {"version": state.policy.version, "stamp": state.policy.stamp},
         "lineages": state.lineage + 1,
         "masters": state.masters,
+        "restarts": _restarts(state),
+        "rollbacks": state.rollbacks,
+        "sessions": {"opened": state.ledger.state.prompts.next_session, "trained": counters.sessions_trained},
         "groups_discarded": dict(counters.discarded),
         "groups_requeued": dict(counters.requeued),
         "prompts_open": state.ledger.state.open_prompts(),
@@ -178,6 +189,14 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "samples_before": [s.model_dump() for s in first.samples] if first else [],
         "samples_after": [s.model_dump() for s in last.samples] if last else [],
     }
+
+
+def _restarts(state: RunState) -> dict[str, int]:
+    """How often processes of each role were started in the place of earlier ones."""
+    restarts = Counter({"master": state.masters - 1})
+    for name, starts in state.starts.items():
+        restarts[name.partition("/")[0]] += starts - 1
+    return {role: times for role, times in restarts.items() if times > 0}
 
 
 def evaluation_record(evaluation: EvaluationDone) -> dict[str, Any]:

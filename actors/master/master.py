@@ -267,9 +267,8 @@ class Master(HandlesRequests):
             await self._let_trainer_end(ending)
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await self._run.record(
-                    "the summary", self.folder.write_summary, summary(self.config, self.state, ending)
-                )
+                numbers = summary(self.config, self.state, ending, self._run.meter.tokens_sampled)
+                await self._run.record("the summary", self.folder.write_summary, numbers)
         except TimeoutError:
             log.error("the run ends without a summary", why=str(self._run.shortage))
         if self._run.shortage:  # events wait for the journal, and this one would for ever

@@ -61,7 +61,7 @@ from areal.staleness.ledger_state import (
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
-from protocols.messages import EvaluationDone, Member, Policy, Receipt
+from protocols.messages import EvaluationDone, Member, Policy, Receipt, actor_name
 
 # Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
 # the journal, and the replay at a restart.
@@ -74,7 +74,7 @@ PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
     "rollbacks", "abandoning", "added_rewards", "receipts", "trained_sessions",
-    "deleted_sessions",
+    "deleted_sessions", "tokens_sampled", "starts",
 )  # fmt: skip
 
 
@@ -102,6 +102,7 @@ class RunState:
         # The first prompt, the name and the weight of each change, in order.
         self.added_rewards: list[tuple[int, str, float]] = []
         self.members: dict[str, Member] = {}
+        self.starts: dict[str, int] = {}  # how often each actor has joined, by role/index
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
         # Version and conditions of an evaluation without a result yet, and the scores and tokens of each scored row.
@@ -110,9 +111,10 @@ class RunState:
         self._conditions = _conditions_of(config)
         self.rewards: dict[str, float] = {}
         self.reward_parts: dict[str, dict[str, float]] = {}
-        # Sampled tokens: of each group that is ready and not trained yet; of all trained groups; and discarded tokens.
+        # Sampled tokens: of each group that is ready and not trained yet; of all trained groups; discarded tokens; and
+        # all that generators have counted, up to the last step, without those of evaluations.
         self.tokens: dict[str, int] = {}
-        self.tokens_trained = self.tokens_discarded = 0
+        self.tokens_trained = self.tokens_discarded = self.tokens_sampled = 0
         # Groups that became ready since the last step, also filtered: their number, and the sum of mean rewards.
         self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
@@ -194,7 +196,7 @@ class RunState:
         self._partial, self._row_scores = None, {}
         self._load(
             past
-            | {name: now[name] for name in ("masters", "lineage", "partial", "row_scores")}
+            | {name: now[name] for name in ("masters", "lineage", "partial", "row_scores", "tokens_sampled", "starts")}
             | {
                 "ledger": past["ledger"] | {"steps": [], "batch": None, "groups": rows, "requeued": waiting},
                 "policy": Policy(lineage=0, version=0, folder=self.config.model).model_dump(),
@@ -230,6 +232,7 @@ class RunState:
         history = past.get("history", history) if keeps_history else history
         self.go_back(past | {"run_ahead": run_ahead, "history": history}, ())
         self.rollbacks, self.abandoning = parent.rollbacks, None
+        self.tokens_sampled = past.get("tokens_sampled", 0)
 
     # --- the ledger's own events
 
@@ -284,7 +287,11 @@ class RunState:
         match change:
             case MasterStarted():
                 self.masters += 1
-            case Joined(member=member) | MemberChanged(member=member):
+            case Joined(member=member):
+                self.members[member.identity] = member
+                name = actor_name(member.identity)
+                self.starts[name] = self.starts.get(name, 0) + 1
+            case MemberChanged(member=member):
                 self.members[member.identity] = member
             case Left(identity=identity):
                 del self.members[identity]
@@ -354,6 +361,7 @@ class RunState:
     def _apply_stepped(self, change: Stepped) -> None:
         self.last_step = step = change.metrics
         self.seconds += step["step_seconds"]
+        self.tokens_sampled += step.get("tokens_generated", 0) - step.get("tokens_evaluated", 0)
         for group in change.groups:
             self._forget_reward(group)
             self.tokens_trained += self.tokens.pop(group, 0)

@@ -28,6 +28,7 @@ GONE = "gone"
 # Counters of a generator since its start. The metrics of a step contain the sums over all generators.
 COUNTERS = (
     "tokens_generated",
+    "tokens_evaluated",
     "reloads",
     "pause_seconds",
     "load_seconds",

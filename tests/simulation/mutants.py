@@ -50,6 +50,7 @@ from areal.staleness.ledger_state import (
     Admitted,
     Discarded,
     Event,
+    Groups,
     GroupState,
     LedgerGroup,
     LedgerSettings,
@@ -925,6 +926,58 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
     return patch.multiple(Membership, ask_master=ask)
 
 
+def deletions_of_the_last_session() -> AbstractContextManager[None]:
+    """A deletion reaches only the last session of a name, and not the earlier ones that are ready."""
+    of_session = Groups.of_session
+    return patch.multiple(Groups, of_session=lambda groups, name: of_session(groups, name)[-1:])
+
+
+def receipts_kept_on_a_way_back() -> AbstractContextManager[None]:
+    """A run that goes back keeps the receipts of rewards that it undoes."""
+    go_back = RunState.go_back
+
+    def keep(state: RunState, past: Any, spooled: Any) -> None:
+        receipts = state.receipts
+        go_back(state, past, spooled)
+        state.receipts = receipts
+
+    return patch.multiple(RunState, go_back=keep)
+
+
+def deletions_undone_on_a_way_back() -> AbstractContextManager[None]:
+    """A run that goes back forgets which sessions users had deleted since."""
+    go_back = RunState.go_back
+
+    def forget(state: RunState, past: Any, spooled: Any) -> None:
+        state.deleted_sessions.clear()
+        go_back(state, past, spooled)
+
+    return patch.multiple(RunState, go_back=forget)
+
+
+def snapshots_without_receipts() -> AbstractContextManager[None]:
+    """A master that starts with a snapshot does not know which rewards were taken before."""
+    dump = RunState.dump
+    return patch.multiple(RunState, dump=lambda state: dump(state) | {"receipts": {}})
+
+
+def trained_sessions_not_counted() -> AbstractContextManager[None]:
+    """The master does not note which step has trained a session."""
+    return patch.multiple(RunState, _note_trained=lambda state, step: None)
+
+
+def tokens_of_steps_alone() -> AbstractContextManager[None]:
+    """The summary counts the tokens of groups that were undone as trained."""
+    go_back = RunState.go_back
+
+    def count(state: RunState, past: Any, spooled: Any) -> None:
+        tokens = state.tokens_trained
+        go_back(state, past, spooled)
+        state.tokens_trained = tokens
+
+    return patch.multiple(RunState, go_back=count)
+
+
 def sessions_trained_twice() -> AbstractContextManager[None]:
     """Who talks on after the reward of a session goes on in its sample, under a new permit."""
     add = OpenSessions._add
@@ -1046,6 +1099,12 @@ MUTANTS: dict[str, Mutant] = {
     "rewards without receipts": rewards_without_receipts,
     "stored sessions begin anew": stored_sessions_begin_anew,
     "deleted sessions stay": deleted_sessions_stay,
+    "deletions of the last session": deletions_of_the_last_session,
+    "receipts kept on a way back": receipts_kept_on_a_way_back,
+    "deletions undone on a way back": deletions_undone_on_a_way_back,
+    "snapshots without receipts": snapshots_without_receipts,
+    "trained sessions not counted": trained_sessions_not_counted,
+    "tokens of steps alone": tokens_of_steps_alone,
     "sessions trained twice": sessions_trained_twice,
     "sessions of two gateways": sessions_of_two_gateways,
     "expiry not told": expiry_not_told,

@@ -114,6 +114,8 @@ class Oracle:
         self._deleted: set[str] = set()  # groups that users have had deleted
         self._erased: set[str] = set()  # and that were not trained before
         self.ways_back = 0
+        self._marks: dict[tuple[str, str], str] = {}  # the group that was ready with a reward, by its session and mark
+        self._tokens: dict[int, int] = {}  # that were trained at each version
         self._taught: dict[tuple[str, bytes], str] = {}  # the group in which an answer to a user was trained
         self.counted_after = 0
         """The version that the run has gone back to; the guard counts suspicious steps after it."""
@@ -188,6 +190,8 @@ class Oracle:
         self.counted_after = version
         self.results = {key: content for key, content in self.results.items() if key[1] <= version}
         sessions = {group for group in self.memory.session_of if self.memory.is_taken(group)}
+        self._marks = {key: group for key, group in self._marks.items() if group in sessions}
+        self._tokens = {v: tokens for v, tokens in self._tokens.items() if v < version}
         for of_groups in (self._told, self._rewards):
             for group in of_groups.keys() - sessions:
                 del of_groups[group]
@@ -525,6 +529,7 @@ class Oracle:
             raise Violation(f"{writer} trains {ids} at version {version}, but the logged batch is {logged}", *ids)
         if self.config.on_straggler == "mask" and mask != self.disk.masks[version]:
             raise Violation(f"{writer} masks tokens older than {mask} at version {version}", *ids)
+        self._tokens[version] = sum(int(part.sampled.sum()) for group in groups for part in group.trajectories)
         for group in groups:
             session = self.disk.session_of.get(group.id)
             if len(group.trajectories) != self.disk.size(group.id, self.config.group_size):
@@ -634,11 +639,11 @@ class Oracle:
         if not np.array_equal(first, tokens):
             raise Violation(f"the call {mark} of {group} is answered with {tokens}, and before with {first}", group)
 
-    def rewarded(self, session: str, value: float | None) -> None:
+    def rewarded(self, session: str, value: float | None, mark: str) -> None:
         """A user is told that its session is ready, with this reward, or with the one before (None)."""
-        self._guard(self._check_rewarded, session, value)
+        self._guard(self._check_rewarded, session, value, mark)
 
-    def _check_rewarded(self, session: str, value: float | None) -> None:
+    def _check_rewarded(self, session: str, value: float | None, mark: str) -> None:
         groups = [group for group, name in self.disk.session_of.items() if name == session]
         taken = [group for group in groups if self.disk.is_taken(group)]
         if not taken:
@@ -646,6 +651,8 @@ class Oracle:
         if value is not None:
             self._rewards[taken[-1]] = value
             self.taken += 1
+            if mark:
+                self._marks.setdefault((session, mark), taken[-1])
 
     def forgotten(self, session: str) -> None:
         """A user is told that a reward does not count of which it was told that it does."""
@@ -805,6 +812,38 @@ class Oracle:
         version = self.disk.version + 1
         if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
             self.fail(Violation(f"the run fails after version {version - 1}: {reason}", "master-0"))
+
+    def check_receipts(self, receipts: Mapping[str, str], when: str) -> None:
+        """The master knows the rewards that were taken, and no others."""
+        book = self.memory
+        last = {name: group for group, name in book.session_of.items()}  # of each name
+        due = {name: group for name, group in last.items() if book.is_taken(group)}
+        due |= {f"{name} {mark}": group for (name, mark), group in self._marks.items() if book.is_taken(group)}
+        of = {key: receipt.partition(" ")[0] for key, receipt in receipts.items()}
+        if lost := [key for key, group in due.items() if of.get(key) != group]:
+            self.fail(Violation(f"{when}, the master does not know that the rewards {lost} were taken"))
+        if wrong := [key for key, group in of.items() if group not in book.session_of or not book.is_taken(group)]:
+            self.fail(Violation(f"{when}, the master has receipts of {wrong}, which were undone"))
+
+    def check_summary(self, summary: Mapping[str, Any]) -> None:
+        """The numbers of the summary are those of the journal and the batches."""
+        book, tokens = self.memory, sum(self._tokens.values())
+        trained = [group for v in range(book.version) for group in book.batches[v]]
+        sessions = {"opened": book.sessions, "trained": sum(group in book.session_of for group in trained)}
+        samples = sum(book.size(group, self.config.group_size) for group in trained)
+        due = {
+            "steps": book.version,
+            "samples_trained": samples,
+            "tokens_trained": tokens,
+            "sessions": sessions,
+            "groups_discarded": dict(Counter(book.discarded.values())),
+            "rollbacks": self.ways_back,
+            "lineages": book.lineage + 1,
+        }
+        if wrong := {name: (summary[name], value) for name, value in due.items() if summary[name] != value}:
+            self.fail(Violation(f"the summary says otherwise than the journal: {wrong}"))
+        if summary["tokens_generated"] < tokens + summary["tokens_discarded"] + summary["tokens_lost"]:
+            self.fail(Violation(f"the summary's tokens do not add up: {summary['tokens_generated']}"))
 
     def ended(self, rollouts: Sequence[Rollout]) -> None:
         """The run has reached its end: check what it has done, and the rollouts that it has written."""

@@ -158,6 +158,14 @@ ALONE = Model(steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=1.
 EVALUATED = replace(MIXED, steps=12, serve="evaluated", generators=3, eval_size=2, every=3)
 
 
+# Sessions alone, and many checkpoints.
+WITH_CHECKPOINTS = replace(ALONE, users=8, checkpoint_every=1)
+
+
+def goes_back(n: int = 0) -> Plan:
+    return plan(Resume(8.0 + n / 2, 0, 2, back=1))
+
+
 def gateways_die(n: int = 0) -> Plan:
     return plan(*(Kill(0.7 * (1 + i) + n / 10, f"gateway-{i % 2}", 0.2) for i in range(8)), until=8.0)
 
@@ -320,6 +328,14 @@ PROVOKED = {
     "rewards without receipts": Provoked("does not count", lambda n: plan(), ALONE, 4),
     "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
+    "deletions of the last session": Provoked("is told that it is deleted, but", lambda n: plan(), ALONE, 4),
+    "receipts kept on a way back": Provoked("which were undone", goes_back, WITH_CHECKPOINTS, 8),
+    "deletions undone on a way back": Provoked("otherwise than the journal", goes_back, WITH_CHECKPOINTS, 40),
+    "snapshots without receipts": Provoked(
+        "restored another state", lambda n: plan(Kill(9.0 + n, "master-0", 0.1)), replace(ALONE, compact_events=20), 8
+    ),
+    "trained sessions not counted": Provoked("have trained it, but", lambda n: plan(), replace(ALONE, users=8), 8),
+    "tokens of steps alone": Provoked("otherwise than the journal", goes_back, WITH_CHECKPOINTS, 4),
     "sessions trained twice": Provoked("an answer of", lambda n: plan(), replace(ALONE, eval_size=1, idle_seconds=1.0)),
     "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 40),
     "expiry not told": Provoked("its reward is taken, but", lambda n: plan(), MIXED),

@@ -156,7 +156,7 @@ class _Conversation:
                 # With its id it was taken before: for an earlier session, since a late call has begun another.
                 state = {"state": "ready", "changed": error.code == "id_in_use"}
             if state["state"] == "ready":
-                self._world.oracle.rewarded(self.name, value if state["changed"] else None)
+                self._world.oracle.rewarded(self.name, value if state["changed"] else None, mark)
             if mark and state["changed"]:
                 self._taken.add(mark)
             elif mark in self._taken:

@@ -548,6 +548,9 @@ class World:
     def _decided(self, summary: dict[str, Any]) -> None:
         """The master has written its summary, and is about to tell the other actors that the run has ended."""
         self.summary = summary
+        if summary["ok"] and (life := self._running("master-0")):
+            self.oracle.check_summary(summary)
+            self.oracle.check_receipts(life.actor.state.receipts, "at the end")
         if not self.model.farewell:
             self._master_ended(summary["reason"], summary["ok"])
             self.scheduler.stopped = True
@@ -818,6 +821,7 @@ class World:
         trainer.rollouts[:] = [rollout for rollout in trainer.rollouts if not undone(rollout.group.id)]
         state.go_back(journal.kept(version), spooled)
         self.oracle.went_back(version, spooled)
+        self.oracle.check_receipts(state.receipts, "after the way back")
         journal.compact(state.dump())
         journal._write(journal._snapshot, [], {})
         if trainer.disk is not None:

@@ -1,7 +1,7 @@
 """What a run has done, in words, and the numbers that stand first on its page."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from areal.data import addition
 from areal.storage.record import Record, number_or_nan
 
 HELD_OUT = "held-out accuracy"
+# Why sessions of users are not trained.
+FATES = "expired", "deleted", "opted out", "failed"
 
 
 def account(run: Record) -> str:
@@ -33,7 +35,26 @@ def account(run: Record) -> str:
         says.append(f"No group was more than {max(ages):g} {versions} behind the weights that it trained{allowed}.")
     if isinstance(lost := summary.get("tokens_untrained_share"), int | float):
         says.append(f"{percent(lost)} of the generated tokens were not trained on.")
-    return " ".join(says)
+    return " ".join([*says, *interruptions(summary), *sessions_of_users(summary)])
+
+
+def interruptions(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What was started again, and how often the run went back, in sentences."""
+    if restarts := summary.get("restarts"):
+        times = ", ".join(f"{role} {number:,}" for role, number in restarts.items())
+        yield f"Processes were started again after a stop or a failure, or when the run was resumed: {times}."
+    if rollbacks := summary.get("rollbacks"):
+        yield f"The run went back to a checkpoint {'once' if rollbacks == 1 else f'{rollbacks:,} times'}."
+
+
+def sessions_of_users(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What became of the sessions of users, in a sentence."""
+    sessions = summary.get("sessions") or {}
+    if sessions.get("opened"):
+        discarded = summary.get("groups_discarded") or {}
+        fates = {"trained": sessions["trained"]} | {fate: discarded.get(fate, 0) for fate in FATES}
+        counts = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
+        yield f"Of {sessions['opened']:,} sessions of users that could be trained: {counts or 'none has ended'}."
 
 
 def headlines(run: Record) -> list[tuple[str, str]]:

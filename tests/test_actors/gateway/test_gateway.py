@@ -338,6 +338,23 @@ async def test_a_gateway_that_is_no_part_of_the_run_any_more_says_so_in_the_form
     assert not caplog.records, "nothing of it is an error of the server"
 
 
+@pytest.mark.parametrize("expires", [True, False])
+async def test_a_session_without_a_call_is_gone_if_it_has_expired_and_else_has_nothing_to_be_rewarded(city, expires):
+    group = city.ledger.open_session("anna:s", "gateway/9#9", 0.0, 60.0)
+    city.ledger.leases.release("gateway/9#9")
+    async with city.gateway() as user:
+        await user.gateway.sessions.renew()
+        while not user.gateway.sessions._sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        if expires:
+            city.ledger.discard(group.group_id, EXPIRED)
+        status, body = await user.reward(1)
+    if expires:
+        assert (status, body) == (200, {"id": "anna:s", "state": "gone", "changed": False})
+    else:
+        assert (status, body["error"]["code"]) == (400, "no_calls")
+
+
 async def test_a_reward_in_progress_when_its_gateway_ends_is_told_so_in_the_form_of_the_api(city):
     city.says, city.reports = ["hello"], False
     async with city.gateway() as user:

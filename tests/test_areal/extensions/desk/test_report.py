@@ -182,6 +182,21 @@ def test_the_numbers_that_count_come_first_and_what_the_text_says_is_not_repeate
     )
 
 
+def test_what_happened_to_a_run_and_to_sessions_of_users_is_said(folder):
+    summary = SUMMARY | {
+        "tokens_untrained_share": 0.25,
+        "restarts": {"master": 3, "gateway": 5},
+        "rollbacks": 1,
+        "sessions": {"opened": 340, "trained": 220},
+        "groups_discarded": {"expired": 96, "deleted": 21, "row": 2},
+    }
+    assert account(Record(folder([record(1)], summary))).endswith(
+        "25.0 % of the generated tokens were not trained on. Processes were started again after a stop or a failure, "
+        "or when the run was resumed: master 3, gateway 5. The run went back to a checkpoint once. Of 340 sessions of "
+        "users that could be trained: 220 trained, 96 expired, 21 deleted."
+    )
+
+
 def test_each_benchmark_is_a_headline_from_its_first_to_its_newest_score(folder):
     def done(version, **benchmarks):
         return {"version": version, "accuracy": None, "benchmarks": {n: {"accuracy": a} for n, a in benchmarks.items()}}
