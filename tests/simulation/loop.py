@@ -10,14 +10,18 @@ import asyncio
 from collections.abc import Callable
 from contextvars import Context
 from heapq import heapify
+from itertools import count
+from random import Random
 from typing import Any
 
-from simulation.cluster.loop import Call, ProcessLoop, ScheduledCall, Scheduler
+from simulation.cluster.loop import Call, ProcessLoop, ScheduledCall, Scheduler, set_running_loop
 
 # States of a process. Not an enumeration, for speed: they are compared for every callback.
 RUNNING, PAUSED, DEAD = "running", "paused", "dead"
 # A process that looks once a second for whether it was suspended does not notice less.
 LEAST_EXCUSED = 2.0
+# How often a piece of work that may overlap with another one does.
+OVERLAPS = 0.3
 
 
 class WorldScheduler(Scheduler):
@@ -52,6 +56,8 @@ class FaultyLoop(ProcessLoop):
         self.on_fuse: Callable[[], None] = self.kill
         self.before_work: Callable[[], None] | None = None
         self.after_work: Callable[[], None] | None = None
+        self._begun: dict[int, tuple[float, asyncio.Future[Any], Call, tuple[Any, ...]]] = {}  # work of threads
+        self._numbers = count()
         self._held: list[ScheduledCall] = []
         self._signals: dict[int, tuple[Call, tuple[Any, ...]]] = {}
         self._tasks_at_death: list[asyncio.Task[Any]] = []
@@ -76,6 +82,7 @@ class FaultyLoop(ProcessLoop):
             return
         self.state = DEAD
         self._held.clear()
+        self._begun.clear()
         # Kept until the end of the simulation, so that none of their `finally` blocks runs before.
         self._tasks_at_death = self.pending_tasks()
         for task in self._tasks_at_death:
@@ -123,6 +130,25 @@ class FaultyLoop(ProcessLoop):
         handle = super().call_at(when - self.offset, callback, *args, context=context)
         handle[4] = when
         return handle
+
+    def overlap(self, random: Random) -> None:
+        """To be called within a piece of work. Sometimes another thread does a whole piece of work meanwhile."""
+        if self._begun and random.random() < OVERLAPS:
+            until, future, func, args = self._begun.pop(random.choice([*self._begun]))
+            super().work(until, future, func, args)
+            set_running_loop(None)  # as before, within a piece of work
+
+    def run_in_executor(self, executor: Any, func: Call, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        if executor is not None:  # one thread, whose pieces of work do not overlap
+            return super().run_in_executor(executor, func, *args)
+        number, future, takes = next(self._numbers), self.create_future(), self.latency()
+        self._begun[number] = self.scheduler.now + takes, future, func, args
+        self.scheduler.call_at(self.scheduler.now + takes / 2, self._work_if_begun, number, loop=self)
+        return future
+
+    def _work_if_begun(self, number: int) -> None:
+        if number in self._begun:  # else it was done while another thread worked
+            self.work(*self._begun.pop(number))
 
     def work(self, until: float, future: asyncio.Future[Any], func: Call, args: tuple[Any, ...]) -> None:
         if self.before_work is not None:

@@ -60,6 +60,7 @@ from areal.staleness.ledger_state import (
     event_record,
 )
 from areal.staleness.run_ahead import RunAhead
+from areal.storage import journal, spool
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool
@@ -926,6 +927,35 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
     return patch.multiple(Membership, ask_master=ask)
 
 
+def journal_not_synced() -> AbstractContextManager[None]:
+    """The journal's transactions are lost if the machine loses its power soon afterwards."""
+    return patch.multiple(journal, prepare=_unsynced(journal.prepare))
+
+
+def spool_not_synced() -> AbstractContextManager[None]:
+    """The spool's transactions are lost if the machine loses its power soon afterwards."""
+    return patch.multiple(spool, prepare=_unsynced(spool.prepare))
+
+
+def _unsynced(prepare: Any) -> Any:
+    def prepare_quickly(connection: Any, mark: int, version: int, schema: str) -> None:
+        prepare(connection, mark, version, schema)
+        connection.execute("PRAGMA synchronous = OFF")
+
+    return prepare_quickly
+
+
+def forgotten_samples_accepted() -> AbstractContextManager[None]:
+    """The spool says that it has a sample which another thread has removed while it was stored."""
+    put_all = Spool.put_all
+
+    def put(store: Spool, parts: Any, size: int) -> Any:
+        stored = put_all(store, parts, size)
+        return stored if stored.places else stored._replace(places=tuple(parts))
+
+    return patch.multiple(Spool, put_all=put)
+
+
 def deletions_of_the_last_session() -> AbstractContextManager[None]:
     """A deletion reaches only the last session of a name, and not the earlier ones that are ready."""
     of_session = Groups.of_session
@@ -1099,6 +1129,9 @@ MUTANTS: dict[str, Mutant] = {
     "rewards without receipts": rewards_without_receipts,
     "stored sessions begin anew": stored_sessions_begin_anew,
     "deleted sessions stay": deleted_sessions_stay,
+    "forgotten samples accepted": forgotten_samples_accepted,
+    "journal not synced": journal_not_synced,
+    "spool not synced": spool_not_synced,
     "deletions of the last session": deletions_of_the_last_session,
     "receipts kept on a way back": receipts_kept_on_a_way_back,
     "deletions undone on a way back": deletions_undone_on_a_way_back,

@@ -162,6 +162,10 @@ EVALUATED = replace(MIXED, steps=12, serve="evaluated", generators=3, eval_size=
 WITH_CHECKPOINTS = replace(ALONE, users=8, checkpoint_every=1)
 
 
+# Many sessions expire, and their samples may arrive at the time of a checkpoint.
+EXPIRING = replace(MIXED, steps=12, users=12, checkpoint_every=1, max_staleness=1, lease_seconds=24.0, generators=2)
+
+
 def goes_back(n: int = 0) -> Plan:
     return plan(Resume(8.0 + n / 2, 0, 2, back=1))
 
@@ -328,6 +332,16 @@ PROVOKED = {
     "rewards without receipts": Provoked("does not count", lambda n: plan(), ALONE, 4),
     "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
+    "forgotten samples accepted": Provoked(
+        "its reward is taken, but",
+        lambda n: plan(SlowDisk(0.5, "trainer-0", 0.5 + n / 20, 60.0), until=60.0),
+        EXPIRING,
+        40,
+    ),
+    "journal not synced": Provoked(
+        "events were on disk", lambda n: plan(Kill(1.0 + n, "master-0", 0.1, silent=True)), Model(), 4
+    ),
+    "spool not synced": Provoked("", lambda n: plan(Kill(1.0 + n, "trainer-0", 0.1, silent=True)), Model(), 4),
     "deletions of the last session": Provoked("is told that it is deleted, but", lambda n: plan(), ALONE, 4),
     "receipts kept on a way back": Provoked("which were undone", goes_back, WITH_CHECKPOINTS, 8),
     "deletions undone on a way back": Provoked("otherwise than the journal", goes_back, WITH_CHECKPOINTS, 40),

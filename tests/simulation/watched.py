@@ -33,11 +33,26 @@ from simulation.oracle import Oracle
 M = TypeVar("M", bound=Message)
 
 
+FULL = 2  # of SQLite's `synchronous`: each commit is synced
+
+
 class Disk(sqlite3.Connection):
     """A database that outlives the processes that use it. `close` only rolls back what is not committed; `scrap` closes
-    the database. `full`: it commits nothing."""
+    the database. `full`: it commits nothing. `lose_power`: what was committed without being synced is lost."""
 
     full = False
+    synced: bytes | None = None
+    """What the disk had when a process began to commit without a sync; None: everything was synced."""
+
+    def note_synced(self) -> None:
+        """A process has opened the database, and has set how it commits."""
+        ((synchronous,),) = self.execute("PRAGMA synchronous").fetchall()
+        self.synced = None if synchronous >= FULL else self.serialize()
+
+    def lose_power(self) -> None:
+        self.rollback()
+        if self.synced is not None:
+            self.deserialize(self.synced)
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> Literal[False]:
         if self.full and kind is None and self.in_transaction:
@@ -117,8 +132,9 @@ class WatchedJournal(Journal):
 class WatchedSpool(Spool):
     """The real spool. `on_put` is called with the id of the group and the place of each sample that is stored, and
     `on_move` with those of each that becomes one of another group, and that group's id. `on_calls`: with that of the
-    group of which calls are stored."""
+    group of which calls are stored. `meanwhile`: other threads may do something between two changes of a call."""
 
+    meanwhile: Callable[[], None]
     on_put: Callable[[str, int], None]
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
@@ -128,6 +144,10 @@ class WatchedSpool(Spool):
         for place, part in parts.items():
             self.on_put(part.group.id, place)
         return stored
+
+    def complete(self, group_id: str, size: int) -> StoredGroup:
+        self.meanwhile()
+        return super().complete(group_id, size)
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
         samples = list(samples)

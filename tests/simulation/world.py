@@ -220,6 +220,7 @@ class World:
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
         self._points = FailPoints(self)
+        self._threads = Random(f"threads {seed}")
         self._users: FaultyLoop | None = None
         if traced:
             self.wire.watch = self._trace_message
@@ -388,7 +389,8 @@ class World:
         return EvaluatorMembership(WatchedEvaluator, life.bus, MASTER, **common)
 
     def _make_master(self, life: Incarnation) -> Master:
-        journal = WatchedJournal(self._disk(life, empty_journal()))
+        journal = WatchedJournal(disk := self._disk(life, empty_journal()))
+        disk.note_synced()
         journal.oracle, journal.marks = self.oracle, {}
         self.oracle.clock = lambda: life.loop.time() - life.loop.excused
         boss = Master(life.bus, self.config, journal=journal, folder=self.folder, source=self._source)
@@ -497,8 +499,10 @@ class World:
         )
 
     def _open_spool(self, life: Incarnation) -> Spool:
-        spool = WatchedSpool(self._disk(life, empty_spool()))
+        spool = WatchedSpool(disk := self._disk(life, empty_spool()))
+        disk.note_synced()
         spool.on_put, spool.on_move = functools.partial(self._puts, life), functools.partial(self._moves, life)
+        spool.meanwhile = functools.partial(life.loop.overlap, self._threads)
         spool.on_calls = functools.partial(self._puts_calls, life)
         return spool
 
@@ -594,7 +598,7 @@ class World:
         life.loop.kill()
         life.network.die(silent)
         if life.process.disk is not None:
-            life.process.disk.rollback()
+            (life.process.disk.lose_power if silent else life.process.disk.rollback)()
         if self.over and not any(peer.alive for peer in self.incarnations):
             self.scheduler.stopped = True
 
