@@ -237,6 +237,7 @@ class SimEngine:
         self._tokens_generated = 0
         self._paused = False
         self.asleep = False
+        self.on_sampling: Callable[[str, SamplingConfig], None] = lambda request, sampling: None
         self._loading = asyncio.Lock()  # also held while it sleeps
         self._finishes_first = not config.interrupt
         self._admits = asyncio.Event()
@@ -257,6 +258,7 @@ class SimEngine:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
+        self.on_sampling(request_id, sampling)
         limit = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         length = 1 + int(self._random.expovariate(2.0 / sampling.max_new_tokens))
         if self._mishaps.straggler and self._random.random() < self._mishaps.straggler:

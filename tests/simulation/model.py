@@ -182,6 +182,7 @@ def config_of(model: Model) -> Config:
             },
             "evaluator": {
                 "every": model.every,
+                "temperature": 0.5,
                 "samples": model.samples,
                 "timeout_seconds": model.evaluation_seconds,
             },

@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from actors import generator
+from actors.evaluator import Evaluator
 from actors.gateway.open_sessions import OpenSessions
 from actors.gateway.user_sessions import UserSession
 from actors.generator import Generator, SharedDevices
@@ -945,6 +946,16 @@ def _unsynced(prepare: Any) -> Any:
     return prepare_quickly
 
 
+def evaluations_sampled_as_for_training() -> AbstractContextManager[None]:
+    """An evaluator samples at the temperature of training."""
+    sample = Evaluator._sample
+
+    def as_trained(evaluator: Evaluator, row: Any, sampling: Any, *where: Any) -> Any:
+        return sample(evaluator, row, evaluator.config.sampling, *where)
+
+    return patch.multiple(Evaluator, _sample=as_trained)
+
+
 def forgotten_samples_accepted() -> AbstractContextManager[None]:
     """The spool says that it has a sample which another thread has removed while it was stored."""
     put_all = Spool.put_all
@@ -1129,6 +1140,7 @@ MUTANTS: dict[str, Mutant] = {
     "rewards without receipts": rewards_without_receipts,
     "stored sessions begin anew": stored_sessions_begin_anew,
     "deleted sessions stay": deleted_sessions_stay,
+    "evaluations sampled as for training": evaluations_sampled_as_for_training,
     "forgotten samples accepted": forgotten_samples_accepted,
     "journal not synced": journal_not_synced,
     "spool not synced": spool_not_synced,

@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from areal.config import Config
+from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row as DataRow
 from areal.samples.table import SCORED, TOP, Generation
 from areal.samples.trajectory import Group, Trajectory
@@ -618,6 +619,16 @@ class Oracle:
         self._guard(self._check_sample, row, sample, calls, trains)
         if trains:
             self._samples[_digest(sample)] += 1
+
+    def sampling(self, request: str, sampling: SamplingConfig) -> None:
+        """An engine begins a sequence. What is trained and what is evaluated are sampled as the run says of each."""
+        of = {"rollout_manager": self.config.sampling, "evaluator": self.config.evaluator}.get(
+            request.partition("/")[0]
+        )
+        if of is not None and (sampling.temperature, sampling.top_p) != (of.temperature, of.top_p):
+            self.fail(
+                Violation(f"{request} is sampled at the temperature {sampling.temperature}, not {of.temperature}")
+            )
 
     def made(self, group: str, sample: Trajectory) -> None:
         """A gateway has made a sample of a session."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.generator import Generator
@@ -127,6 +128,20 @@ def test_rows_that_are_scored_are_not_scored_again(which: str, killed: str, samp
     again = {(version, row) for (version, row), count in sampled.items() if count > SAMPLES}
     assert len(again) <= 8  # the two rows whose texts are shown, and those that were not reported yet
     assert sum(sampled.values()) < len(results) * ROWS * SAMPLES * 1.2
+
+
+def test_an_evaluation_with_a_token_of_another_version_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_workflow, rows = WatchedEvaluator.run_workflow, list[int]()
+
+    async def with_another_version(self: WatchedEvaluator, session: Any, row: Row) -> Trajectory:
+        done = await run_workflow(self, session, row)
+        rows.append(row.index)
+        return replace(done, versions=np.where(done.sampled, 1, -1).astype(np.int32)) if len(rows) == 1 else done
+
+    monkeypatch.setattr(WatchedEvaluator, "run_workflow", with_another_version)
+    world = run(model())
+    assert not world.summary["not_evaluated"]
+    assert rows.count(rows[0]) == 1 + 2 * SAMPLES, "the first sample did not count; then both versions"
 
 
 def test_version_0_has_no_result_if_its_generator_leaves_for_good() -> None:

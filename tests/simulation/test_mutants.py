@@ -332,6 +332,7 @@ PROVOKED = {
     "rewards without receipts": Provoked("does not count", lambda n: plan(), ALONE, 4),
     "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
+    "evaluations sampled as for training": Provoked("at the temperature", lambda n: plan(), EVALUATING, 1),
     "forgotten samples accepted": Provoked(
         "its reward is taken, but",
         lambda n: plan(SlowDisk(0.5, "trainer-0", 0.5 + n / 20, 60.0), until=60.0),

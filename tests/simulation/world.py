@@ -438,6 +438,7 @@ class World:
             tell,
             functools.partial(self._loads, life),
         )
+        life.engine.on_sampling = self.oracle.sampling
         return life.engine
 
     async def _start_scorer(self, life: Incarnation, name: str) -> SimScorer:
