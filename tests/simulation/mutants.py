@@ -62,6 +62,7 @@ from areal.staleness.ledger_state import (
 )
 from areal.staleness.run_ahead import RunAhead
 from areal.storage import journal, spool
+from areal.storage.database import prepare
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool
@@ -930,20 +931,17 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
 
 def journal_not_synced() -> AbstractContextManager[None]:
     """The journal's transactions are lost if the machine loses its power soon afterwards."""
-    return patch.multiple(journal, prepare=_unsynced(journal.prepare))
+    return patch.multiple(journal, prepare=_prepare_unsynced)
 
 
 def spool_not_synced() -> AbstractContextManager[None]:
     """The spool's transactions are lost if the machine loses its power soon afterwards."""
-    return patch.multiple(spool, prepare=_unsynced(spool.prepare))
+    return patch.multiple(spool, prepare=_prepare_unsynced)
 
 
-def _unsynced(prepare: Any) -> Any:
-    def prepare_quickly(connection: Any, mark: int, version: int, schema: str) -> None:
-        prepare(connection, mark, version, schema)
-        connection.execute("PRAGMA synchronous = OFF")
-
-    return prepare_quickly
+def _prepare_unsynced(connection: Any, mark: int, version: int, schema: str) -> None:
+    prepare(connection, mark, version, schema)
+    connection.execute("PRAGMA synchronous = OFF")
 
 
 def evaluations_sampled_as_for_training() -> AbstractContextManager[None]:

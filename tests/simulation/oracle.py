@@ -622,13 +622,11 @@ class Oracle:
 
     def sampling(self, request: str, sampling: SamplingConfig) -> None:
         """An engine begins a sequence. What is trained and what is evaluated are sampled as the run says of each."""
-        of = {"rollout_manager": self.config.sampling, "evaluator": self.config.evaluator}.get(
-            request.partition("/")[0]
-        )
+        sections: dict[str, Any] = {"rollout_manager": self.config.sampling, "evaluator": self.config.evaluator}
+        of = sections.get(request.partition("/")[0])
         if of is not None and (sampling.temperature, sampling.top_p) != (of.temperature, of.top_p):
-            self.fail(
-                Violation(f"{request} is sampled at the temperature {sampling.temperature}, not {of.temperature}")
-            )
+            got, due = sampling.temperature, of.temperature
+            self.fail(Violation(f"{request} is sampled at the temperature {got}, not {due}"))
 
     def made(self, group: str, sample: Trajectory) -> None:
         """A gateway has made a sample of a session."""
