@@ -47,7 +47,7 @@ KEY, USERS, GATEWAYS, BOUND = "key-of-the-example", 20, 2, 3
 VICTIMS = ("gateway", "trainer", "generator", "master", "gateway", "trainer")
 # What becomes of a session, with weights.
 ENDS = {"reward": 10, "reward twice": 3, "reward, then delete": 1, "delete": 2, "leave": 2}
-START_SECONDS, STOP_SECONDS, RETRY_SECONDS = 180.0, 60.0, 0.5
+START_SECONDS, STOP_SECONDS, RETRY_SECONDS = 150.0, 60.0, 0.5
 UNDONE = re.compile(r"undoes (\d+) rewards of users")
 
 
@@ -68,12 +68,11 @@ class Story:
 class Crowd:
     """Users, who ask again, perhaps at another gateway, until they are answered."""
 
-    def __init__(self, ports: list[int], seed: int) -> None:
+    def __init__(self, ports: list[int], seed: int, part: int = 0) -> None:
         self.stories: list[Story] = []
         self.refusals: Counter[str] = Counter()
-        self.part = 0
+        self.ports, self.part = ports, part
         self.over = asyncio.Event()
-        self._ports = ports
         self._random = random.Random(seed)
 
     async def live(self) -> None:
@@ -85,7 +84,7 @@ class Crowd:
         for count in itertools.count():
             if self.over.is_set():
                 return
-            story = Story(f"user-{number}-{count}", self._random.choice((-1.0, -0.5, 0.25, 1.0)), self.part)
+            story = Story(f"user-{self.part}-{number}-{count}", self._random.choice((-1.0, -0.5, 0.25, 1.0)), self.part)
             messages = [{"role": "user", "content": f"{self._random.randrange(99)}+{self._random.randrange(99)}="}]
             call = {"model": "policy", "messages": messages}
             headers = {"X-Session-Id": story.session, "Idempotency-Key": story.session}
@@ -111,8 +110,8 @@ class Crowd:
 
     async def _ask(self, http: Any, method: str, path: str, body: Any, headers: dict[str, str]) -> Any:
         """The status and the body of the first answer that is not one for now; None once all is over."""
-        port, part = self._random.choice(self._ports), self.part
-        while not self.over.is_set() and self.part == part:  # what was asked before the way back has no answer
+        port = self._random.choice(self.ports)
+        while not self.over.is_set():
             with suppress(aiohttp.ClientError, TimeoutError):
                 url = f"http://127.0.0.1:{port}/v1/{path}"
                 async with http.request(method, url, json=body, headers=headers) as answer:
@@ -120,7 +119,7 @@ class Crowd:
                     if answer.status < 400 or self._is_final(answer.status, content):
                         return answer.status, content
             await asyncio.sleep(RETRY_SECONDS)
-            port = self._random.choice(self._ports)
+            port = self._random.choice(self.ports)
         return None
 
     def _is_final(self, status: int, content: Any) -> bool:
@@ -133,13 +132,17 @@ class Crowd:
 class Run:
     """The run on this machine, over its resumes. `output`: what it writes."""
 
-    def __init__(self, folder: Path, model: Path, ports: list[int]) -> None:
-        self.folder, self.output = folder / "run", folder / "out.txt"
+    process: subprocess.Popen[bytes] | None = None
+
+    def __init__(self, folder: Path, ports: list[int]) -> None:
+        self.folder, self.output, self._ports = folder / "run", folder / "out.txt", ports
+
+    def begin(self, model: Path) -> None:
         settings = (
             "name=run",
-            f"run_dir={folder}",
+            f"run_dir={self.folder.parent}",
             f"model={model.resolve()}",
-            f"gateway.port={ports[0]}",
+            f"gateway.port={self._ports[0]}",
             f"gateway.count={GATEWAYS}",
             f"max_staleness={BOUND}",
             *("steps=100000", "batch_size=4", "data.eval_size=0", "evaluator.every=0", "sampling.max_new_tokens=16"),
@@ -163,7 +166,7 @@ class Run:
         """Kill a process of a role. Returns False if there is none now."""
         processes = []
         with suppress(psutil.NoSuchProcess):
-            processes = psutil.Process(self.process.pid).children(recursive=True)
+            processes = psutil.Process(self.process.pid if self.process else 0).children(recursive=True)
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 words = process.cmdline()
@@ -173,12 +176,8 @@ class Run:
         return False
 
     def go_back(self) -> tuple[int, int]:
-        """Lose the machine, and resume from a checkpoint before the last. Returns the step, and how many rewards the
-        command said that this would undo."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        time.sleep(5.0)  # children die with their parent
+        """Resume from a checkpoint before the last. Returns the step, and how many rewards the command said that this
+        would undo."""
         versions = sorted(int(path.name.split("_")[1]) for path in (self.folder / "checkpoints").glob("step_*"))
         words = ("--resume", str(self.folder), "--from-step", str(versions[max(0, len(versions) - 2)]))
         asked = subprocess.run([sys.executable, str(ROOT / "run.py"), *words], capture_output=True, text=True)
@@ -189,48 +188,75 @@ class Run:
         return int(words[-1]), int(says[1])
 
     def stop(self) -> None:
+        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+
+    def lose(self) -> None:
+        """Kill all of it, as if the machine were lost."""
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.wait()
+        time.sleep(5.0)  # children die with their parent
 
 
-async def storm(folder: Path, model: Path, seconds: float, every: float, seed: int) -> dict[str, Any]:
-    """Returns what happened: the stories, the kills, and the way back."""
-    ports = [find_free_port()]
-    ports += [ports[0] + number for number in range(1, GATEWAYS)]
-    run, crowd, kills, back = Run(folder, model, ports), Crowd(ports, seed), Counter[str](), (0, 0)
+async def storm(run: Run, crowd: Crowd, seconds: float, every: float) -> Counter[str]:
+    """Let users live and kill processes, from the next step on. Returns what was killed."""
+    kills, checkpoints = Counter[str](), run.folder / "checkpoints"
     users = asyncio.create_task(crowd.live())
     try:
-        for part in (0, 1):
-            await reach(run, back[0] + 1)
-            due = time.monotonic() + seconds / 2
-            for victim in itertools.cycle(VICTIMS):
-                await asyncio.sleep(every)
-                if time.monotonic() > due and (part or len(list((run.folder / "checkpoints").glob("step_*"))) > 1):
-                    break
-                kills[victim] += run.kill(victim)
-            if not part:
-                crowd.part = 1
-                back = await asyncio.to_thread(run.go_back)
+        await reach(run, run.steps() + 1)
+        due = time.monotonic() + seconds
+        for victim in itertools.cycle(VICTIMS):
+            await asyncio.sleep(every)
+            if time.monotonic() > due and len(list(checkpoints.glob("step_*"))) > 1:
+                break
+            kills[victim] += run.kill(victim)
+    finally:
         crowd.over.set()
-        await users
+    await users
+    return kills
+
+
+def live(folder: Path, model: Path, options: argparse.Namespace, seconds: float, every: float) -> dict[str, Any]:
+    """What happened: the stories, the kills, and the way back. It is written after the first part, and read before the
+    second if that comes by itself."""
+    notes = folder / "told.json"
+    if options.part != 2:
+        port = find_free_port()
+        crowd = Crowd([port + number for number in range(GATEWAYS)], options.seed)
+        run = Run(folder, crowd.ports)
+        try:
+            run.begin(model)
+            kills = asyncio.run(storm(run, crowd, seconds / 2, every))
+        finally:
+            run.lose()
+        happened = {"stories": [asdict(s) for s in crowd.stories], "kills": kills, "refusals": crowd.refusals}
+        notes.write_text(json.dumps(happened | {"ports": crowd.ports}))
+    if options.part == 1:
+        return {}
+    happened = json.loads(notes.read_text())
+    run, crowd = Run(folder, happened["ports"]), Crowd(happened["ports"], options.seed + 1, part=1)
+    try:
+        step, undone = run.go_back()
+        kills = asyncio.run(storm(run, crowd, seconds / 2, every))
         run.stop()
     finally:
-        users.cancel()
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-    stories = [asdict(story) for story in crowd.stories]
-    return {"stories": stories, "kills": kills, "step": back[0], "undone": back[1], "refusals": crowd.refusals}
+        run.lose()
+    happened["stories"] += [asdict(story) for story in crowd.stories]
+    for name, counts in (("kills", kills), ("refusals", crowd.refusals)):
+        happened[name] = Counter(happened[name]) + counts
+    return happened | {"step": step, "undone": undone}
 
 
 async def reach(run: Run, step: int) -> None:
     """Wait until the run has trained this step. Raises SystemExit if it does not."""
     deadline = time.monotonic() + START_SECONDS
     while run.steps() < step:
-        if run.process.poll() is not None or time.monotonic() > deadline:
+        if run.process is None or run.process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the run does not get on:\n{run.output.read_text()[-3000:]}")
         await asyncio.sleep(1.0)
 
@@ -314,6 +340,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the run goes (default: a temporary folder)")
     parser.add_argument("--model", type=Path, help="of the quickstart's task (default: it is made)")
+    parser.add_argument("--part", type=int, choices=(1, 2), help="only until the way back, or only from there on")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     parser.add_argument("--quick", action="store_true", help="a storm of a minute: does it work?")
     options = parser.parse_args()
@@ -322,8 +349,9 @@ def main() -> int:
         folder = (options.folder or Path(place)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         model = options.model or quickstart.ensure(folder / "models")
-        happened = asyncio.run(storm(folder, model, 60 * minutes, every, options.seed))
-        (folder / "told.json").write_text(json.dumps(happened))
+        happened = live(folder, model, options, 60 * minutes, every)
+        if not happened:
+            return 0
         figures, wrong = figures_of(folder / "run", happened), list(untruths(folder / "run", happened))
     show("A storm", list(figures), [list(figures.values())], [*wrong, f"refusals: {dict(happened['refusals'])}"])
     if options.json:
