@@ -162,6 +162,14 @@ def test_a_run_survives_the_first_faults_of_the_soak(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_users_are_told_in_a_storm_is_true_at_its_end(tmp_path):
+    typed("tests/benchmarks/storm.py", ["--json", "storm.json"], tmp_path, 880.0)
+    results = json.loads((tmp_path / "storm.json").read_text())
+    assert not results["untruths"] and results["figures"]["acknowledged"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_door_stands_the_first_malformed_frames(tmp_path):
     typed("tests/fuzz.py", [], tmp_path)
@@ -194,7 +202,7 @@ CHECKS = {"bus": check_bus, "memory": check_memory, "sandbox": check_sandbox, "v
 
 
 def test_all_benchmarks_but_those_that_have_tests_of_their_own_are_run():
-    assert {*FAST, *SLOW, "bench", "paper_mini", "paper_tables", "soak", "vs_trl"} == {*BENCHMARKS}
+    assert {*FAST, *SLOW, "bench", "paper_mini", "paper_tables", "soak", "storm", "vs_trl"} == {*BENCHMARKS}
 
 
 def test_all_benchmarks_are_run_by_one_command(tmp_path):
