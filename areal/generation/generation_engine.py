@@ -673,7 +673,8 @@ class _Sequence:
         """Wait for new rows or scores, or the end."""
         await self._ready.wait()
         if self._error is not None and not self.rows:  # tokens sampled before the error are valid and come first
-            raise self._error
+            # One of its own: the error that all sequences share would collect the frames of each of them.
+            raise EngineError(*self._error.args)
         if not self.ended:
             self._ready.clear()
 
