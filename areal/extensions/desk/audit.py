@@ -6,7 +6,11 @@ record can write one that fits together: an audit shows that the parts agree and
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
@@ -23,6 +27,7 @@ import areal
 from areal.base.command_line import output as terminal
 from areal.base.errors import UserError
 from areal.base.plugins import announce_code
+from areal.base.processes import torchrun
 from areal.config import Config
 from areal.devices import set_allocator
 from areal.extensions.desk.replay import Replay, keeps_weights, plan, run_variant
@@ -59,6 +64,8 @@ _JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS = (
     "rewards are those that the master was told",
     "texts are those of the tokens",
 )
+_OF_RANKS = "AREAL_AUDIT_REPORT"
+"""The environment variable of ranks: the file to which the first writes the report. Its name is random."""
 _VERSIONS, _WEIGHTS = "each token is of the version that it names", "the record gives these weights"
 CHECKS = (_JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS, _VERSIONS, _WEIGHTS)
 
@@ -97,11 +104,30 @@ def run(options: Namespace) -> int:
     console = terminal(160)
     audit = Audit(options.run, options.full)
     announce_code(options.run, audit.config.model_dump(mode="json"), options.trust)
-    report = audit.report()
+    if file := os.environ.get(_OF_RANKS):  # this is a rank
+        report = audit.report()
+        if os.environ["RANK"] == "0":
+            replace(Path(file), json.dumps(report))
+        return 0
+    ranks = audit.config.trainer.ranks
+    report = _report_of_ranks(ranks) if ranks > 1 else audit.report()
     console.print(_page(report))
     if options.json:
         replace(options.json, json.dumps(report, indent=2) + "\n")
     return 0 if report["ok"] else 1
+
+
+def _report_of_ranks(ranks: int) -> dict[str, Any]:
+    """The report of this command by so many ranks: the trainer's, since another number of ranks rounds otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        process = subprocess.run(
+            [*torchrun(ranks), "-m", "areal", *sys.argv[1:]], env=os.environ | {_OF_RANKS: str(file)}
+        )
+        if process.returncode:
+            raise UserError(f"The run was not audited: one of its {ranks} ranks ended with {process.returncode}.")
+        report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 class Audit:
@@ -287,7 +313,9 @@ class Audit:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
         tokens = 0
-        for first, last in possible if self.full else random.SystemRandom().sample(possible, len(possible)):
+        # All ranks draw the same steps.
+        drawn = random.Random(os.environ.get(_OF_RANKS)).sample(possible, len(possible))
+        for first, last in possible if self.full else drawn:
             (variant,) = plan(self.record, [], steps=f"{first}:{last}")
             sampling = _TokenVersions(variant, self._limit(), versions)
             summary = run_variant(variant, Console(quiet=True), check=sampling.check, run=run)

@@ -7,6 +7,8 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_training import TEMPERATURE, VOCAB, make_model
 
 from areal.__main__ import main
-from areal.config import Config, dump_config
+from areal.config import Config, dump_config, load_config
 from areal.data.warm_start import make_tokenizer
 from areal.extensions.desk.audit import Audit, AuditFinding
 from areal.samples.trajectory import Group, Trajectory
@@ -321,3 +323,18 @@ def test_a_run_that_is_not_over_is_refused_in_one_sentence(run, capsys):
     (run / "summary.json").unlink()
     assert main(["audit", str(run)]) == 2
     assert "is not over" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_several_ranks_is_trained_again_by_as_many(run, tmp_path):
+    config = load_config(run / "config.yaml")
+    trainer = config.trainer.model_copy(update={"ranks": 2})  # although one rank has trained it, which rounds otherwise
+    (run / "config.yaml").write_text(dump_config(config.model_copy(update={"trainer": trainer})))
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "areal", "audit", str(run), "--json", str(report)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1, process.stderr
+    findings = {finding["check"]: finding for finding in json.loads(report.read_text())["findings"]}
+    weights = findings.pop("the record gives these weights")
+    assert all(finding["result"] == "holds" for finding in findings.values())
+    assert [fault for fault in weights["faults"] if "give other weights, with the losses of the run" in fault]
