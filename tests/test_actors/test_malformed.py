@@ -10,6 +10,7 @@ import pytest
 from fuzz import Caller, flood_codec, flood_http
 from support.malformed import Malformed
 from support.networks import network
+from support.small_runs import ten_steps
 
 from actors.generator import Generator
 from actors.master.master import Master
@@ -50,21 +51,9 @@ async def never(*_, **__):
 
 @pytest.fixture
 def config(tmp_path, free_port) -> Config:
-    return Config.model_validate(
-        {
-            "model": str(tmp_path),
-            "run_dir": tmp_path,
-            "steps": 9,
-            "batch_size": 2,
-            "group_size": 1,
-            "max_staleness": 1,
-            "data": {"source": "addition", "eval_size": 0},
-            "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"], "workers": 1},
-            "trainer": {"minibatches": 1},
-            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 1000},
-        }
-    )
+    folders = {"model": str(tmp_path), "run_dir": tmp_path}
+    reward, master = {"functions": ["addition"], "workers": 1}, {"address": f"tcp://127.0.0.1:{free_port}"}
+    return ten_steps(**folders, group_size=1, max_staleness=1, reward=reward, master=master | {"lease_seconds": 1000})
 
 
 @contextlib.asynccontextmanager

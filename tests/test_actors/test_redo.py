@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from support.networks import keys_folder, network
 from support.small_disks import flip_a_bit
-from support.small_runs import read_jsonl
+from support.small_runs import read_jsonl, ten_steps
 
 from actors.master.master import Master
 from actors.record.fork import configuration_of_fork, fork
@@ -38,28 +38,15 @@ SHARE = "rank_00000-of-00001.safetensors"
 
 @pytest.fixture
 def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": str(tiny_model),
-            "run_dir": tmp_path / "runs",
-            "steps": STEPS,
-            "batch_size": 2,
-            "group_size": 2,
-            "max_staleness": 1,
-            "data": {"source": "addition", "eval_size": 0},
-            "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]},
-            "trainer": {
-                "minibatches": 2,
-                "lr": 1e-3,
-                "checkpoint_every": 2,
-                "warmup_steps": 6,
-                "zero_stage": 3,
-                "adam_eps": 0.1,
-            },
-            "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0, "patience": 1},  # the log-probs are made up
-            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 600},
-        }
+    trainer = {"minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6, "zero_stage": 3, "adam_eps": 0.1}
+    return ten_steps(
+        model=str(tiny_model),
+        run_dir=tmp_path / "runs",
+        steps=STEPS,
+        max_staleness=1,
+        trainer=trainer,
+        guard={"logprob_gap": 100.0, "effective_sample_size": 0.0, "patience": 1},  # the log-probs are made up
+        master={"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 600},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.small_runs import ten_steps
 
 from actors.master import master as master_module
 from areal.config import Config
@@ -10,21 +11,12 @@ from areal.config import Config
 
 @pytest.fixture
 def config(tmp_path, free_port) -> Config:
-    return Config.model_validate(
-        {
-            "model": str(tmp_path),
-            "run_dir": tmp_path,
-            "steps": 2,
-            "batch_size": 2,
-            "group_size": 1,
-            "max_staleness": 1,
-            "data": {"source": "addition", "eval_size": 4},
-            "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]},
-            "trainer": {"minibatches": 1},
-            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 30},
-        }
+    master, data = (
+        {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 30},
+        {"source": "addition", "eval_size": 4},
     )
+    folders = {"model": str(tmp_path), "run_dir": tmp_path}
+    return ten_steps(**folders, steps=2, group_size=1, max_staleness=1, data=data, master=master)
 
 
 @pytest.fixture(autouse=True)

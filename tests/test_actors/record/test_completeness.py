@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from support.small_runs import ten_steps
 
 from actors.record.completeness import check_rows_kept
 from areal.base.errors import UserError
@@ -19,18 +20,8 @@ def config_of(folder: Path, numbers: list[int], answer: str = "yes") -> Config:
     """Of a run whose data has these rows."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Is it {n}?", "answer": answer}) + "\n" for n in numbers))
-    settings = {
-        "model": "none",
-        "run_dir": folder,
-        "steps": 2,
-        "batch_size": 2,
-        "group_size": 1,
-        "data": {"source": str(file), "eval_size": 1},
-        "sampling": {"max_new_tokens": 8},
-        "reward": {"functions": ["exact_match"]},
-        "trainer": {"minibatches": 1},
-    }
-    return Config.model_validate(settings)
+    data, reward = {"source": str(file), "eval_size": 1}, {"functions": ["exact_match"]}
+    return ten_steps(run_dir=folder, steps=2, group_size=1, data=data, reward=reward)
 
 
 def check(config: Config) -> list[str]:

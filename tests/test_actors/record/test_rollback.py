@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from support.small_runs import ten_steps
 from support.stored_samples import put
 
 from actors.master import changes
@@ -51,20 +52,8 @@ def group_of(name: str) -> Group:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """A run that has trained five steps: a batch each, with a batch left over that is ready and one that is begun."""
-    settings = {
-        "model": "m",
-        "run_dir": tmp_path,
-        "name": "run",
-        "steps": STEPS,
-        "batch_size": B,
-        "max_staleness": 3,
-        "group_size": 1,
-        "sampling": {"max_new_tokens": 8},
-        "trainer": {"checkpoint_every": EVERY, "minibatches": 1},
-        "data": {"source": "addition"},
-        "reward": {"functions": ["addition"]},
-    }
-    config = Config.model_validate(settings)
+    trainer, sizes = {"checkpoint_every": EVERY, "minibatches": 1}, {"batch_size": B, "group_size": 1}
+    config = ten_steps(run_dir=tmp_path, name="run", steps=STEPS, max_staleness=3, trainer=trainer, **sizes)
     config.folder.mkdir()
     journal, spool = Journal.open(config.folder / "journal.db"), Spool.open(config.folder / "spool.db")
     folder = RunFolder(config, journal.run)

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from support.networks import network
 from support.process_tree import descendants, processes_mentioning
+from support.small_runs import ten_steps
 
 import areal.devices
 from actors.runtime import supervisor
@@ -122,21 +123,8 @@ def stage(tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path, free_port) -> Config:
-    return Config.model_validate(
-        {
-            "model": str(tmp_path),
-            "run_dir": tmp_path,
-            "name": "run",
-            "steps": 2,
-            "batch_size": 2,
-            "group_size": 1,
-            "data": {"source": "addition", "eval_size": 0},
-            "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]},
-            "trainer": {"minibatches": 1},
-            "master": {"address": f"tcp://127.0.0.1:{free_port}"},
-        }
-    )
+    master = {"address": f"tcp://127.0.0.1:{free_port}"}
+    return ten_steps(model=str(tmp_path), run_dir=tmp_path, name="run", steps=2, group_size=1, master=master)
 
 
 @pytest.fixture

@@ -343,7 +343,15 @@ def test_a_step_in_which_every_token_is_masked_moves_nothing(engine_of, tmp_path
     assert_same_bits(tmp_path / "after", tmp_path / "before")
 
 
-@pytest.mark.parametrize("changes", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 0},
+        pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
+        {"zero_stage": 3},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),  # bf16 takes three times as long on a CPU
+    ],
+)
 def test_training_goes_on_after_a_step_without_a_trained_token_as_if_it_had_not_been(engine_of, tmp_path, changes):
     for name in ("with", "without"):
         engine = engine_of(minibatches=2, weight_decay=0.5, lr=0.01, warmup_steps=9, optimizer_steps=9, **changes)
@@ -691,7 +699,12 @@ def bytes_of(engine):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"zero_stage": stage} for stage in range(4)] + [{"dtype": "bfloat16"}, {"lora": {"rank": 2}}, {"kl_coef": 0.1}],
+    [
+        *({"zero_stage": stage} for stage in (0, 2, 3)),
+        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        *({"lora": {"rank": 2}}, {"kl_coef": 0.1}),
+    ],
     ids=str,
 )
 def test_training_goes_on_to_the_same_bits_after_its_state_was_in_host_memory(engine_of, folder, tmp_path, changes):
