@@ -36,8 +36,8 @@ from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Membership, Spawn
 from actors.runtime.works import Works
 from actors.sampling.flows import Flows
-from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
@@ -192,7 +192,7 @@ class Generator(Actor):
                 seed=member.engine_seed,
                 lora=config.trainer.lora,
                 sleeps=config.colocate,
-                transfer=transfer_backend(config.weights),
+                transfer=transfer_backend() if config.weights.direct else None,
                 routes=bool(config.steps) and config.trainer.routing == "replay",
                 kept_words=kept_words_of(config),
                 kept_logprobs=config.trainer.centres_scores,
@@ -225,7 +225,10 @@ class Generator(Actor):
         )
         member.used.push_async_callback(asyncio.to_thread, self._weights.close)
         member.serve(self._weights)
-        self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
+        self._receiver: Any = None
+        if self.config.weights.direct:
+            receiver = extensions.need("direct", "receiver", "weights.transport=direct").load()
+            self._receiver = receiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
         self._loaded = Notifier()
         self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences

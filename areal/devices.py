@@ -16,7 +16,6 @@ import psutil
 
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.config.engine_sections import WeightsConfig
 from areal.config.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -84,10 +83,9 @@ def memory_kills() -> int:
     return 0
 
 
-def transfer_backend(config: WeightsConfig) -> str | None:
-    """The backend of vLLM's weight transfer by which a trainer sends into engines, and they receive, on machines like
-    this one; None: weights do not go straight into engines."""
-    return ("nccl" if visible_devices() else "gloo") if config.direct else None
+def transfer_backend() -> str:
+    """The backend of vLLM's weight transfer by which a trainer sends into engines on machines like this one."""
+    return "nccl" if visible_devices() else "gloo"
 
 
 @cache

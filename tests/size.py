@@ -16,11 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("protocols", "actors", "areal")
+# Extensions that are actors, or parts of actors.
+ROOMS = ("direct", "gateway")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "scorer", "evaluator")
 # The engine in vLLM's process, and the workers of reward pools with what they import by name.
 PROCESSES = (
     "areal.generation.vllm_worker",
-    "areal.weights.transfer",
     "areal.rewards.worker",
     "areal.rewards.math_answers",
 )
@@ -74,10 +75,11 @@ def parts(root: Path) -> dict[str, dict[str, Path]]:
 
 
 def extension_of(module: str) -> str | None:
-    """The extension that a module belongs to, if any: its folder below areal/extensions, or the gateway's room."""
+    """The extension that a module belongs to, if any: its folder below areal/extensions, or its room in actors."""
     if module.startswith("areal.extensions."):
         return module.split(".")[2]
-    return "gateway" if module.startswith("actors.gateway") else None
+    room = module.partition("actors.")[2].partition(".")[0]
+    return room if room in ROOMS else None
 
 
 def lines(files: Iterable[Path]) -> int:

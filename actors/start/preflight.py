@@ -116,6 +116,8 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
     check_code(config)
+    if config.weights.direct:
+        extensions.need("direct", "sender", "weights.transport=direct")
     source = open_source(config.data, config.seed)
     if config.steps:
         open_sampler(config.data, source)

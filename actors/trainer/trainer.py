@@ -45,11 +45,11 @@ from actors.trainer.probes import Probes
 from actors.trainer.ranks import Ranks, failure_of_step
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.turns import Turns
-from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.devices import shares_devices, transfer_backend, visible_devices
+from areal.devices import shares_devices, visible_devices
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Group, TokenValues
 from areal.storage.disk import DiskRetry
@@ -59,7 +59,6 @@ from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_versio
 from areal.storage.spool import Spool
 from areal.training.guard import Guard, limits_of
 from areal.weights.chunks import HeldVersion, Manifest
-from protocols.addresses import host_of
 from protocols.bus_errors import BusError
 from protocols.messages import (
     AskBatch,
@@ -173,23 +172,22 @@ class Trainer(Actor):
                 await turns.begin()
         learner = await start_learner(config, member.disk)
         used.callback(learner.close)
-        await load_transport(config)
+        direct = None
+        if config.weights.direct:
+            sender = extensions.need("direct", "sender", "weights.transport=direct").load()
+            direct = await sender.start(member, VERSIONS_KEPT)
         recovery = await _recovery(member, spool, rollouts)
-        return cls(member, _Parts(learner, spool, rollouts, turns, phases), recovery)
+        return cls(member, _Parts(learner, spool, rollouts, turns, phases, direct), recovery)
 
     def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
         self.member = member
         self.config, self.directory = member.config, member.directory
-        self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
+        self._learner, self._spool, self._rollouts, self._turns, self._phases, self._direct = parts
         self._recovery = recovery
         limits = limits_of(self.config, cuda=bool(visible_devices()))
         self._guard = Guard(limits, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
-        host = host_of(member.listen_address.reached_at(""))
-        self._direct = DirectSender(transfer_backend(self.config.weights), self.directory, host, VERSIONS_KEPT)
-        member.used.callback(self._direct.close)
         member.serve(self._weight_server)
-        member.serve(self._direct)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
@@ -273,7 +271,7 @@ class Trainer(Actor):
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
     def stats(self) -> dict[str, float]:
-        bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
+        bytes_sent = self._weight_server.bytes_sent + (self._direct.bytes_sent if self._direct else 0)
         stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
         return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
 
@@ -456,7 +454,8 @@ class Trainer(Actor):
             return policy
         if self.config.weights.transport != "folder":
             self._weight_server.offer(policy.identity, HeldVersion(Path(policy.folder), manifest))
-            self._direct.offer(policy)
+            if self._direct:
+                self._direct.offer(policy)
         return policy.model_copy(update={"stamp": manifest.stamp})
 
     def _policy(self) -> Policy:
@@ -542,6 +541,7 @@ class _Parts(NamedTuple):
     rollouts: RolloutWriter
     turns: Turns
     phases: Phases
+    direct: Any
 
 
 async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:

@@ -39,6 +39,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.devices import ENGINE_CORES, settle
 from areal.samples.table import NO_WORD
@@ -47,7 +48,8 @@ from areal.weights.lora import stored_tensors
 NOTHING = np.zeros(0, np.float32)
 ON_CPU = current_platform.is_cpu()
 
-WeightTransferEngineFactory.register_engine("gloo", "areal.weights.transfer", "GlooEngine")
+if gloo := extensions.own_entries().get(("direct", "engine")):
+    WeightTransferEngineFactory.register_engine("gloo", *gloo.target.split(":"))
 
 if ON_CPU:
     from areal.cpu import kernels

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from areal.base import extensions
-from areal.base.errors import UserError
 from areal.samples.trajectory import Group
 
 # The fields of a row that may have pictures, and the field with the digests of its pictures.
@@ -15,12 +14,8 @@ DIGESTS = "picture_digests"
 
 
 def find(name: str) -> Any:
-    """Return the entry `name` of the kind `pictures`. Raises UserError if the extension is missing."""
-    if not extensions.entry("pictures", name):
-        raise UserError(
-            "pictures need the folder areal/extensions/pictures, which is missing: put it back, or leave them out"
-        )
-    return extensions.find("pictures", name)
+    """Return what the extension `pictures` has as `name`. Raises UserError if the extension is missing."""
+    return extensions.need("pictures", name, "a picture").load()
 
 
 def digest_of(content: bytes) -> str:

@@ -38,8 +38,8 @@ import uvloop
 from results import ratio, show, write
 from safetensors.numpy import save_file
 
+from actors.direct.direct_weights import DirectSender
 from actors.runtime.directory import Directory
-from actors.weights.direct_weights import DirectSender
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config.engine_sections import WeightsConfig
 from areal.devices import transfer_backend
@@ -101,9 +101,7 @@ class Trainer:
         self._config = config
         self._server = WeightServer(VERSIONS_KEPT)
         self._directory = Directory(Policy(lineage=0, version=0, folder=""))
-        self._direct = DirectSender(
-            transfer_backend(WeightsConfig(**config)), self._directory, "127.0.0.1", VERSIONS_KEPT
-        )
+        self._direct = DirectSender(transfer_backend(), self._directory, "127.0.0.1", VERSIONS_KEPT)
         self._version = 0
         self._receivers: list[asyncio.subprocess.Process] = []
         self._members: list[Member] = []

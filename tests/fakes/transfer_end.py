@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
+from actors.direct.direct_weights import DirectReceiver
 from actors.runtime.directory import Directory
-from actors.weights.direct_weights import DirectReceiver
 from protocols.messages import Member, Policy
 from protocols.transport import Bus
 
@@ -19,7 +19,7 @@ class TransferEnd:
     """Receives by gloo. `tensors`: those of the last version, by name. `calls`: what the trainer has asked for."""
 
     def __init__(self, bus: Bus, trainer: Member) -> None:
-        from areal.weights.transfer import GlooEngine
+        from actors.direct.transfer import GlooEngine
 
         self.bus = bus
         self.receiver = DirectReceiver(bus, Directory(Policy(lineage=0, version=0, folder=""), [trainer]), 1)

@@ -64,7 +64,7 @@ class GenerationChecks:
             version=0,
             lora=self._config.trainer.lora,
             sleeps=self._config.colocate,
-            transfer=transfer_backend(self._config.weights),
+            transfer=transfer_backend() if self._config.weights.direct else None,
         )
         self._engine.keeps_cache = False
         seconds = time.perf_counter() - started
@@ -180,7 +180,7 @@ class GenerationChecks:
         model = model_of(Path(self._config.model), Path(published), Path(scratch))
         exact = reference_logprobs(model, sequences, self._config)
         measured, values = load_cost(await self._receiving.times(), size_of(Path(published)))
-        measured = f"{transfer_backend(self._config.weights)}: {measured}"
+        measured = f"{transfer_backend()}: {measured}"
         if exact is None:
             return [Finding("transport", "ok", f"{measured}; the model is too large to compare", values=values)]
         return [check_received(sequences, exact, self._config.generator.dtype, measured, values)]

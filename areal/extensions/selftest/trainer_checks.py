@@ -347,10 +347,9 @@ class TrainingChecks:
         """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
         Returns the first call that the engine has to do."""
         published = self._engine.publish(Path(folder))
-        backend = transfer_backend(self._config.weights)
-        if self._engine.rank != 0 or backend is None:
+        if self._engine.rank != 0:
             return None
-        self._sending = Sending(backend, workers, published)
+        self._sending = Sending(transfer_backend(), workers, published)
         return self._sending.next_call()
 
     def sent(self) -> dict[str, Any] | None:

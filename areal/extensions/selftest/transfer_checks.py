@@ -11,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from areal.base import extensions
 from areal.generation.generation_engine import FINISH, GenerationEngine, LoadTimes
 
 VERSION = 2
@@ -22,11 +23,10 @@ class Sending:
     """The trainer's end: sends the weights in `folder` to an engine of `workers` processes, in a thread."""
 
     def __init__(self, backend: str, workers: int, folder: Path) -> None:
-        from areal.weights.transfer import Sender  # takes seconds, and needs vLLM
-
         self._calls: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._acknowledgements: SimpleQueue[None] = SimpleQueue()
-        self._sender = Sender(backend, HOST, workers, self._call)
+        sender = extensions.need("direct", "engine_sender", "the check of weights.transport=direct").load()
+        self._sender = sender(backend, HOST, workers, self._call)
         self._transfer = ThreadPoolExecutor(max_workers=1).submit(self._sender.send, folder)
         self._transfer.add_done_callback(lambda _: self._calls.put(None))
 

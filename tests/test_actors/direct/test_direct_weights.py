@@ -29,10 +29,10 @@ from support.networks import network
 from support.tiny_training import divide
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.direct.direct_weights import DirectReceiver, DirectSender, load_transport
 from actors.generator import Generator
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
-from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, WeightsConfig
 from areal.config.trainer_section import TrainerConfig
 from areal.cpu.fork_server import IMPORTED
@@ -41,7 +41,7 @@ from areal.generation.generation_engine import EngineError, GenerationEngine, We
 from areal.samples.table import Generation
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import Manifest
-from protocols.bus_errors import RefusedError, StreamBrokenError
+from protocols.bus_errors import StreamBrokenError
 from protocols.messages import Member, Policy, SendWeights
 from protocols.transport import Bus
 
@@ -80,7 +80,7 @@ async def _serve_weights(pipe) -> None:
     directory = Directory(Policy(lineage=0, version=0, folder=""))
     directory.update(dict.fromkeys(NAMES), ())
     sender = DirectSender("gloo", directory, "127.0.0.1", 2)
-    await load_transport(SimpleNamespace(weights=WEIGHTS))
+    await load_transport()
     crashes = []
     bus = Bus("trainer/0#x", network())
     pipe.send(bus.serve(LOOPBACK, sender.dispatch, crashes.append))
@@ -217,7 +217,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def context() -> Iterator:
     context_of_tests = multiprocessing.get_context("forkserver")
-    context_of_tests.set_forkserver_preload([*IMPORTED, "areal.weights.transfer"])
+    context_of_tests.set_forkserver_preload([*IMPORTED, "actors.direct.transfer"])
     return context_of_tests
 
 
@@ -534,12 +534,6 @@ async def test_a_trainer_outlives_an_engine_that_dies_while_tensors_land(cluster
     assert (await cluster.trainer.tell())["crashes"] == []
 
 
-async def test_a_run_without_direct_transfer_refuses_to_send(cluster):
-    request = SimpleNamespace(message=SendWeights(lineage=0, version=1, workers=1), sender=NAMES[0], remaining=1)
-    with pytest.raises(RefusedError, match=r"weights\.transport of this run"):
-        await anext(DirectSender(None, SimpleNamespace(members=NAMES), "127.0.0.1", 2).serve(request))
-
-
 @pytest.fixture
 def streams(monkeypatch):
     """Streams of a GPU, on which everything is done at once."""
@@ -572,8 +566,8 @@ class Wire:
 async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_small(streams, tmp_path):
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
+    from actors.direct.transfer import Sender
     from areal.weights import transfer
-    from areal.weights.transfer import Sender
 
     sizes = {"a": 10, "b": 4 << 20, "c": 1 << 20, "lm_head": 9 << 20, "tokens": 9 << 20, "norm": 3}  # of 4 bytes
     torch.manual_seed(0)
@@ -602,7 +596,7 @@ async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_
 
 
 async def test_a_transfer_has_a_stream_to_itself_which_later_ones_use_again(streams):
-    from areal.weights.transfer import _stream
+    from actors.direct.transfer import _stream
 
     with _stream():  # two at once
         with _stream():

@@ -19,22 +19,24 @@ import json
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
+from actors.runtime.membership import Membership
 from areal.base.errors import explain
-from areal.config import Config
+from areal.devices import transfer_backend
 from areal.generation.generation_engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
+from protocols.addresses import host_of
 from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
 from protocols.transport import Bus, Request
 
 if TYPE_CHECKING:
-    from areal.weights.transfer import Sender
+    from actors.direct.transfer import Sender
 
 # Timeout of a whole transfer. One that is stuck ends much earlier.
 TRANSFER_SECONDS = 3600.0
@@ -42,18 +44,27 @@ TRANSFER_SECONDS = 3600.0
 log = structlog.get_logger()
 
 
-async def load_transport(config: Config) -> None:
+async def load_transport() -> None:
     """Load vLLM's part of the trainer's end, which takes seconds."""
-    if config.weights.direct:
-        await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
+    await asyncio.to_thread(importlib.import_module, "actors.direct.transfer")
 
 
 class DirectSender(HandlesRequests):
     """The trainer's end. It offers the last `limit` versions.
 
-    backend: of vLLM's weight transfer; None: it sends nothing. host: where the engines reach this process."""
+    backend: of vLLM's weight transfer. host: where the engines reach this process."""
 
-    def __init__(self, backend: str | None, directory: Directory, host: str, limit: int) -> None:
+    @classmethod
+    async def start(cls, member: Membership, limit: int) -> Self:
+        """Serve the generators of a trainer's run."""
+        await load_transport()
+        host = host_of(member.listen_address.reached_at(""))
+        sender = cls(transfer_backend(), member.directory, host, limit)
+        member.used.callback(sender.close)
+        member.serve(sender)
+        return sender
+
+    def __init__(self, backend: str, directory: Directory, host: str, limit: int) -> None:
         self.bytes_sent = 0
         self._backend = backend
         self._directory = directory
@@ -104,8 +115,6 @@ class DirectSender(HandlesRequests):
 
     def _link(self, request: Request[SendWeights]) -> "_Link":
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
-        if self._backend is None:
-            raise RefusedError("weights.transport of this run sends nothing directly")
         if request.sender not in self._directory.members:
             raise RefusedError(f"{request.sender} is no member of this run")
         for owner, link in [*self._links.items()]:
@@ -175,7 +184,7 @@ class _Link:
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights").submit(self._sender.close)
 
     def _send(self, folder: Path) -> int:
-        from areal.weights.transfer import Sender
+        from actors.direct.transfer import Sender
 
         if self._sender is None:
             self._sender = Sender(self._backend, self._host, self._workers, self._call)
