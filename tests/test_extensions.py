@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.start.preflight import check_extensions
 from areal.base import extensions
 from areal.base.errors import UserError
-from areal.config import Config
+from areal.config import Config, load_config
 from areal.workflows.tools import Tool, Tools
 
 ROOT = Path(__file__).parents[1]
@@ -176,6 +178,30 @@ def test_without_the_extension_for_pictures_a_row_with_a_picture_is_refused_in_o
         "a picture needs the extension `pictures`, whose folder is missing: put it back, or do without"
     )
     assert "line 1" in ended.stderr.splitlines()[-1] and "UserError" in ended.stderr.splitlines()[-1]
+
+
+SETTINGS = {
+    "direct": ({"weights.transport": "direct"}, "weights.transport=direct"),
+    "critic": ({"trainer.critic.lr": 0.1}, "trainer.critic"),
+    "distillation": ({"trainer.teacher": "big", "scorers.big.model": "quickstart"}, "trainer.teacher"),
+    "scorer": ({"reward.functions": "big", "scorers.big": {"model": "m", "kind": "reward_model"}}, "the role scorer"),
+    "gateway": ({"gateway": {"count": 1, "keys": {"a": {"sha256": "0" * 64}}}}, "the role gateway"),
+}
+
+
+@pytest.mark.parametrize("extension", SETTINGS)
+def test_a_run_that_asks_for_an_extension_whose_folder_is_missing_is_refused_before_it_starts(monkeypatch, extension):
+    settings, what = SETTINGS[extension]
+    asking = load_config(
+        ROOT / "configs/quickstart.yaml", [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    )
+    check_extensions(asking)
+    left = {key: entry for key, entry in extensions.own_entries().items() if f"/{extension}" not in entry.source}
+    monkeypatch.setattr(extensions, "own_entries", lambda: left)
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(what)} needs the extension `{extension}`, whose folder is missing"
+    ):
+        check_extensions(asking)
 
 
 def test_each_extension_has_a_page_of_at_most_60_lines():

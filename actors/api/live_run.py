@@ -34,7 +34,8 @@ from areal.base.text import all_shown
 from areal.config import Config
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
-from areal.storage.record import Record, new_steps
+from areal.storage.record import Record
+from areal.storage.records import new_steps
 from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
 from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus

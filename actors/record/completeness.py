@@ -3,7 +3,7 @@
 import structlog
 
 from actors.master.run_state import RunState
-from actors.record.rollback import go_back
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.sources import PromptSource
@@ -25,7 +25,7 @@ def check_record(config: Config, from_step: int | None = None, agreed: bool = Fa
     if state.abandoning is None:
         compare_record(config.folder, state.journal.run, state.ledger.version)
     if from_step is not None or state.abandoning is not None:
-        lines = go_back(config, from_step, agreed)
+        lines = extensions.need("ways_back", "go_back", "--from-step").load()(config, from_step, agreed)
         state = _state(config)
     ledger = state.ledger
     if config.steps < ledger.version:

@@ -57,7 +57,7 @@ def declare(tools: RoomTools) -> None:
 def evaluate(options: Namespace) -> None:
     from rich.console import Console
 
-    from actors.watching.monitor import print_summary
+    from areal.base import extensions
     from areal.models import with_folders
     from areal.storage.run_folder import config_of_run, read_summary
 
@@ -87,7 +87,8 @@ def evaluate(options: Namespace) -> None:
         finished = config_of_run(folder)
         if (finished.evaluator.benchmarks, finished.model) != (config.evaluator.benchmarks, with_folders(config).model):
             raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
-        return print_summary(folder, Console())
+        extensions.need("desk", "summary", "the summary of a run").load()(folder, Console())
+        return
     start = ["--resume", str(folder)] if (folder / "journal.db").exists() else ["--config", str(file)]
     os.execv(sys.executable, [sys.executable, START, *start, *overrides])
 

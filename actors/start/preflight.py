@@ -18,6 +18,7 @@ from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, tied
 from areal.config import Config
 from areal.config.engine_sections import EngineConfig, ScorerConfig
+from areal.config.roles import ROLES
 from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
@@ -116,8 +117,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
     check_code(config)
-    if config.weights.direct:
-        extensions.need("direct", "sender", "weights.transport=direct")
+    check_extensions(config)
     source = open_source(config.data, config.seed)
     if config.steps:
         open_sampler(config.data, source)
@@ -145,6 +145,20 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
         check_machine(config, weight_sizes(folder) if folder else {}, scorers)
     if rows:
         check_rows(config, source)
+
+
+def check_extensions(config: Config) -> None:
+    """Check that no extension of this project is missing that the configuration asks for. Raises UserError."""
+    trainer = config.trainer
+    needed = {
+        ("direct", "sender"): config.weights.direct and "weights.transport=direct",
+        ("critic", "around"): trainer.critic and "trainer.critic",
+        ("distillation", "around"): trainer.teacher and "trainer.teacher",
+        **{("role", role.name): role.processes(config) and f"the role {role.name}" for role in ROLES.values()},
+    }
+    for (kind, name), what in needed.items():
+        if what:
+            extensions.need(kind, name, what)
 
 
 def check_code(config: Config) -> None:

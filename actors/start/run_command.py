@@ -221,9 +221,9 @@ def resolved(arguments: argparse.Namespace) -> Config:
         end = end_of(folder, steps_trained(folder) if from_step is None else from_step) if arguments.end else []
         return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
     if arguments.fork:
-        from actors.record.fork import configuration_of_fork
-
-        return configuration_of_fork(arguments.fork, arguments.at_step, arguments.overrides)
+        configuration_of_fork = extensions.need("ways_back", "configuration_of_fork", "--fork").load()
+        forked: Config = configuration_of_fork(arguments.fork, arguments.at_step, arguments.overrides)
+        return forked
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
@@ -264,7 +264,6 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
     from rich.console import Console
 
     from actors.start.start_checks import check_start, first_waits
-    from actors.watching.monitor import print_summary
     from actors.watching.start_lines import timed
     from areal.storage.run_folder import store_configuration
 
@@ -280,20 +279,21 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
         return code
     if not (config.folder / "report.html").exists():  # the master died between summary and report
         keep_report(config.folder)
-    print_summary(config.folder, Console())
+    if print_summary := extensions.part_of("desk", "summary"):
+        print_summary(config.folder, Console())
     return 0
 
 
 def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
     """Claim the folder of the run, with its record if it goes on, or is a fork. Returns its network."""
     from actors.record.completeness import check_record
-    from actors.record.fork import fork
     from actors.runtime.bound_addresses import take_folder
 
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
         print_lines(check_record(config, arguments.from_step, arguments.yes))
     if arguments.fork:
+        fork = extensions.need("ways_back", "fork", "--fork").load()
         print_lines(fork(config, arguments.fork, arguments.at_step))
     return network
 

@@ -13,7 +13,7 @@
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
 | `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
 | `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
-| `pictures`, `direct` | what the core asks of the extension of this name, of this project alone |
+| the name of an extension | what the core asks of it, of this project alone |
 | `role` | the class of a role |
 | `tracker` | a class that follows a run (`areal.extensions.trackers.tracking`), of this project alone |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
@@ -121,11 +121,18 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
 
 
 def need(kind: str, name: str, what: str) -> Entry:
-    """Return the entry that the core asks of one of its extensions, which may have been removed. kind: the extension.
-    what: what needs it, in messages. Raises UserError if there is no such entry."""
+    """Return the entry that the core asks of one of its extensions, which may have been removed. kind: the extension,
+    or `role`. what: what needs it, in messages. Raises UserError if there is no such entry."""
     if not (named := own_entries().get((kind, name))):
-        raise UserError(f"{what} needs the extension `{kind}`, whose folder is missing: put it back, or do without")
+        of = name if kind == "role" else kind
+        raise UserError(f"{what} needs the extension `{of}`, whose folder is missing: put it back, or do without")
     return named
+
+
+def part_of(extension: str, name: str) -> Any:
+    """The object that an extension of this project has as `name`, None if the extension was removed."""
+    named = own_entries().get((extension, name))
+    return named and named.load()
 
 
 def find_own(kind: str) -> list[Any]:

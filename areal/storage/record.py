@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
@@ -309,11 +309,6 @@ def has_finished(folder: Path) -> bool:
     """Whether a run in a folder, which need not be there, has reached its end."""
     summary = read_summary(folder)
     return bool(summary and summary["ok"])
-
-
-def new_steps(folder: Path) -> Callable[[], list[dict[str, Any]]]:
-    """Returns the metrics of the steps since its last call, of a run that may not have begun in `folder` yet."""
-    return NewRecords(folder / METRICS).read
 
 
 def number_or_nan(value: Any) -> float:

@@ -148,3 +148,8 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers[name] = float(value)
     return numbers
+
+
+def new_steps(folder: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Returns the metrics of the steps since its last call, of a run that may not have begun in `folder` yet."""
+    return NewRecords(folder / METRICS).read

@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal.observe.alerts import GAP, unusual_gap
 from areal.samples.trajectory import Group
 
 PROBE_TOKENS = 256
 """An engine computes the logits of all of them at once, in fp32."""
+# The gap that is unusual where the usual gap is not known, nats.
+GAP = 0.05
+# The gap of an engine is unusual from so many times the usual gap on, and above what fp32 leaves of sums.
+TIMES_USUAL, LEAST_GAP = 10.0, 1e-5
 # What the gap is as a rule is known from so many on. One above that of the alert is unusual before.
 KNOWN = 3
 KEPT = 64
@@ -41,6 +44,11 @@ def probe_of(groups: Sequence[Group], every: int = 1) -> Probe | None:
             best = Probe(sample.tokens[:PROBE_TOKENS], sampled, start)
         start += sample.unrolled
     return best
+
+
+def unusual_gap(usual: float) -> float:
+    """From where on the gap of an engine is unusual, nats; usual: its median."""
+    return max(TIMES_USUAL * usual, LEAST_GAP)
 
 
 class EngineGaps:

@@ -22,6 +22,7 @@ from areal.base.command_line import output
 from areal.base.errors import UserError
 from areal.base.text import shown
 from areal.config.settings import SPEED_ONLY
+from areal.extensions.alerts.alerts import Curve
 from areal.extensions.desk.comparison import (
     LEFT_OUT,
     by_settings,
@@ -32,7 +33,6 @@ from areal.extensions.desk.comparison import (
     value_of,
 )
 from areal.extensions.desk.panels import COLOURS, SEVERAL
-from areal.observe.alerts import Curve
 from areal.storage.record import Record, number_or_nan
 
 # Readable on white and on black: a file that stands alone takes no colours from a page.

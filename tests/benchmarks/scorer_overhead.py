@@ -53,7 +53,7 @@ def serve(folder: str) -> None:
     """Be the scorer of the run in the folder."""
     from actors.runtime.bound_addresses import ListenAddress, find_master, new_bus, open_network
     from actors.runtime.membership import Membership
-    from actors.scorer import Scorer
+    from actors.scorer.scorer import Scorer
     from protocols.addresses import host_of
 
     async def start(*_: Any, **__: Any) -> AtOnce:

@@ -18,7 +18,7 @@ from support.networks import network
 
 from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
-from actors.scorer import Scorer
+from actors.scorer.scorer import Scorer
 from areal.config import Config
 from areal.samples.trajectory import TokenScores
 from protocols.messages import Completion

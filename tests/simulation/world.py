@@ -28,13 +28,13 @@ import numpy as np
 from actors.generator import Generator
 from actors.master.master import Master
 from actors.master.run_state import RunState
-from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
-from actors.scorer import Scorer
+from actors.scorer.scorer import Scorer
 from actors.trainer.trainer import Trainer
+from actors.ways_back.rollback import undone_by
 from areal.base.errors import UserError
 from areal.generation.generation_engine import EngineError
 from areal.samples.trajectory import Trajectory

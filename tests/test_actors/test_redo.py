@@ -18,8 +18,8 @@ from support.small_disks import flip_a_bit
 from support.small_runs import read_jsonl, ten_steps
 
 from actors.master.master import Master
-from actors.record.fork import configuration_of_fork, fork
 from actors.runtime.actor import Ending
+from actors.ways_back.fork import configuration_of_fork, fork
 from areal.__main__ import main
 from areal.config import Config
 from areal.config.trainer_section import GuardConfig

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from areal.base.command_line import output
 from areal.config.settings import differences, is_under
+from areal.extensions.alerts.alerts import Curve
 from areal.extensions.desk.account import fork_lines
-from areal.observe.alerts import Curve
 from areal.storage.record import Record, number_or_nan
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.

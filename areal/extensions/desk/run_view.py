@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from areal.base import extensions
 from areal.base.text import all_shown, duration
 from areal.extensions.desk import timeline
 from areal.extensions.desk.account import account, fork_lines, headlines, notation
 from areal.extensions.desk.comparison import differing_settings, end_figures, value_of
 from areal.extensions.desk.panels import title_of, unit_of
 from areal.extensions.desk.plots import plots, run_colours
-from areal.observe.alert_inputs import Digests
 from areal.storage.events import GONE
 from areal.storage.record import Record
 
@@ -72,7 +72,8 @@ class RunView:
         self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
         self._began = math.inf
-        self._digests = Digests(folder)
+        digests = extensions.part_of("alerts", "digests")
+        self._digests = digests and digests(folder)
         self._written: float | None = None  # when, by the clock of its host
         self._changed: float | None = None  # when that was seen to change, by this process's clock
 
@@ -141,6 +142,7 @@ class RunView:
         """For each alert its name, its sentence, and the query of the page of its rollouts, None if none are kept, and
         the command that prints them."""
         digests = self._digests
+        alerts = digests.alerts(self.record.records, self.record.evaluations, config, seconds) if digests else ()
         return [
             {
                 "name": alert.name,
@@ -148,7 +150,7 @@ class RunView:
                 "query": urlencode(alert.filters) if digests.has_rollouts else None,
                 "command": digests.command(alert),
             }
-            for alert in digests.alerts(self.record.records, self.record.evaluations, config, seconds)
+            for alert in alerts
         ]
 
     def _lanes(self) -> list[dict[str, Any]]:

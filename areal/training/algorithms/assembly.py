@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
+from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
 from areal.training.algorithms.algorithm import Algorithm, RowOutputs
-from areal.training.algorithms.critic import with_critic
-from areal.training.algorithms.distillation import with_teacher
 from areal.training.algorithms.reference import with_reference
 from areal.training.algorithms.token_loss import TokenLoss, interpolated_proximal
 from areal.training.packed import PackedRow
@@ -15,10 +14,11 @@ def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> A
     """The algorithm of a configuration. policy: its `policy_gradient`. vocabulary: how many tokens the policy has."""
     algorithm, recompute = policy, config.proximal == "recompute"
     if config.critic:
-        algorithm = with_critic(algorithm, config.critic)
+        algorithm = extensions.need("critic", "around", "trainer.critic").load()(algorithm, config.critic)
     if config.kl_coef:  # around the critic, which takes penalties into its estimates
         algorithm = with_reference(algorithm, config)
     if config.teacher:
+        with_teacher = extensions.need("distillation", "around", "trainer.teacher").load()
         algorithm = with_teacher(algorithm, config, vocabulary)
 
     def loss(outputs: RowOutputs, row: PackedRow) -> TokenLoss:

@@ -13,6 +13,7 @@ from rich.console import Console
 from actors.watching import monitor
 from actors.watching.monitor import Feed, follow
 from areal.base.command_line import typed
+from areal.extensions.desk.run_summary import print_summary
 from areal.storage.records import line_of
 from protocols.bus_errors import DeadlineError
 from protocols.messages import AskStatus, Shutdown, Status
@@ -57,7 +58,7 @@ def printed(folder, **benchmarks: dict[str, Any]) -> str:
     nothing = {"steps": 0, "accuracy_after": None, "samples_before": [], "samples_after": []}
     (folder / "summary.json").write_text(json.dumps(nothing | {"evaluations": evaluations}))
     out = io.StringIO()
-    monitor.print_summary(folder, Console(file=out, width=80))
+    print_summary(folder, Console(file=out, width=80))
     return out.getvalue()
 
 
@@ -123,7 +124,7 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "config.yaml").write_text("data: {source: addition}\n")
     out = io.StringIO()
-    monitor.print_summary(tmp_path, Console(file=out, width=80))
+    print_summary(tmp_path, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     rows = [line for line in lines if "answer:" in line or "(score" in line]
     assert rows == [

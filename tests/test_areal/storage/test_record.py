@@ -10,8 +10,8 @@ import yaml
 from support.rollout_files import write_run
 
 from areal.base.errors import UserError
-from areal.storage.record import Record, has_begun, has_finished, new_steps
-from areal.storage.records import line_of
+from areal.storage.record import Record, has_begun, has_finished
+from areal.storage.records import line_of, new_steps
 
 HALF = line_of({"step": 3})[:9]
 

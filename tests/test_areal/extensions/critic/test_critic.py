@@ -20,9 +20,9 @@ from support.tiny_training import (
 )
 
 from areal.base.errors import UserError
+from areal.extensions.critic.critic import gae, value_loss
 from areal.training.algorithms.algorithm import policy_gradient, set_columns
 from areal.training.algorithms.assembly import algorithm_of
-from areal.training.algorithms.critic import gae, value_loss
 from areal.training.packed import FlatBatch
 from areal.training.training_engine import TrainingEngine
 

@@ -1,6 +1,6 @@
 """`areal run --fork RUN --at-step N`: a new run that goes on from a checkpoint of another one.
 
-It begins as if that run had gone back to the checkpoint (actors.record.rollback) with an empty spool: with the state
+It begins as if that run had gone back to the checkpoint (actors.ways_back.rollback) with an empty spool: with the state
 that the journal keeps of it, and the metrics up to it. What the trainer writes is linked or made anew, so nothing in
 the folder of the other run changes, which may go on meanwhile.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.master.run_state import RunState
-from actors.record.rollback import versions_kept
+from actors.ways_back.rollback import versions_kept
 from areal.base.errors import UserError, explain
 from areal.base.secrets import hidden_in
 from areal.config import Config

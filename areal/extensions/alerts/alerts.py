@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from areal.storage.disk import STEPS_LOOKED_AT, running_out
+from areal.training.engine_gap import GAP, unusual_gap
 
 EARLY = 10
 RECENT = 5
@@ -52,9 +53,6 @@ but for an answer in words or in another unit."""
 MIXED = 0.3
 SAMPLE_SIZE = 0.5
 WEIGHT_MEAN = (0.9, 1.1)
-GAP = 0.05
-# An engine's gap is unusual from so many times its level on, and above what fp32 leaves of sums.
-TIMES_USUAL, LEAST_GAP = 10.0, 1e-5
 ENTROPY = 0.1
 """The share of the early entropy. Entropy falls in every run that learns (quickstart: to 0.4 in 120 steps)."""
 PROMPTS = 5
@@ -391,11 +389,6 @@ def _entropy(entropy: Curve, reward: Curve, guard: Mapping[str, Any]) -> Iterato
             f"trainer.eps_clip_higher."
         )
         yield _alert("entropy collapse", entropy, first, sentence)
-
-
-def unusual_gap(usual: float) -> float:
-    """From where on the gap of an engine is unusual, nats; usual: its median."""
-    return max(TIMES_USUAL * usual, LEAST_GAP)
 
 
 def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, Any]) -> Iterator[Alert]:

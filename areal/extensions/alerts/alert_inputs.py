@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from areal.base.command_line import typed
 from areal.base.errors import UserError
-from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
+from areal.extensions.alerts.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.samples.table import NOT_SAMPLED
 from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import differ
@@ -71,8 +71,8 @@ class Digests:
         config: Mapping[str, Any],
         seconds: float,
     ) -> list[Alert]:
-        """The alerts of the run (areal.observe.alerts). New files of rollouts are read first, but none is begun once
-        `seconds` have passed. config: the values of config.yaml, of which each may be missing."""
+        """The alerts of the run. New files of rollouts are read first, but none is begun once `seconds` have passed.
+        config: the values of config.yaml, of which each may be missing."""
         self._read_new(seconds)
         seen = len(records), len(evaluations), len(self._read)
         if seen != self._seen:

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal.__main__ import main
-from areal.observe import alert_inputs as digests
-from areal.observe.alert_inputs import Digests
-from areal.observe.alerts import Alert, alerts
+from areal.extensions.alerts import alert_inputs as digests
+from areal.extensions.alerts.alert_inputs import Digests
+from areal.extensions.alerts.alerts import Alert, alerts
 from areal.samples.trajectory import Group, Trajectory, row_text
 from areal.storage.records import line_of
 from areal.storage.rollouts import SCHEMA, RolloutWriter, files

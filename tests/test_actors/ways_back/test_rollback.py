@@ -18,9 +18,9 @@ from support.stored_samples import put
 from actors.master import changes
 from actors.master.run_state import RunState
 from actors.master.session_requests import SessionRequests
-from actors.record import rollback
 from actors.record.completeness import check_record
-from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
+from actors.ways_back import rollback
+from actors.ways_back.fork import OTHER_DATA, configuration_of_fork, fork
 from areal.base.errors import UserError
 from areal.config import Config, dump_config
 from areal.samples.trajectory import Group, Trajectory

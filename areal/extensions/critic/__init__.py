@@ -1,0 +1,1 @@
+"""A critic: a value head estimates the return of each token, and `gae` makes advantages of the estimates."""
