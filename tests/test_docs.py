@@ -98,7 +98,7 @@ def test_every_metric_of_a_step_is_explained():
 
 
 def test_every_alert_is_explained():
-    names = re.findall(r'_alert\("(.+?)"', (ROOT / "areal" / "observe" / "alerts.py").read_text(encoding="utf-8"))
+    names = re.findall(r'_alert\("(.+?)"', (ROOT / "areal/extensions/alerts/alerts.py").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")
     table = re.search(r"^\| alert \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert names and table and names == re.findall(r"^\| (.+?) \|", table[1], re.MULTILINE)
