@@ -16,7 +16,7 @@ import psutil
 
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.config.roles import ROLES
+from areal.config.roles import ROLES, role_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
@@ -111,7 +111,7 @@ def set_allocator() -> None:
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (one
     entry per actor). Raises UserError if there are too few GPUs."""
-    devices = visible_devices() if any(ROLES[name].devices(config, 0) for name in roles) else []
+    devices = visible_devices() if any(role_of(name).devices(config, 0) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
     if any(SHARES in variables for variables in dealt.values()) and listed_devices():
         print("Note: trainer and generator share the only GPU here.", file=sys.stderr)

@@ -212,6 +212,8 @@ def test_each_extension_has_a_page_of_at_most_60_lines():
 
 PACKAGE = """
 import numpy as np
+from pathlib import Path
+from actors.runtime.actor import Actor
 
 async def echo(session, row):
     return None
@@ -222,6 +224,12 @@ def polite(prompt, completion, row):
 def backwards(history, prompt):
     return 7 - prompt
 
+def lines(config, folder, path):
+    return lambda step, numbers, at: Path(path).open("a").write(f"{step} {numbers}\\n")
+
+class Echo(Actor):
+    role = "echo"
+
 def rows(config, name, options, seed, what):
     return [{"prompt": f"{name} {number}", "answer": "1"} for number in range(options["count"])]
 """
@@ -231,30 +239,57 @@ workflow.echo = stranger:echo
 reward.polite = stranger:polite
 sampler.backwards = stranger:backwards
 source.made: = stranger:rows
+tracker.lines = stranger:lines
+role.echo = stranger:Echo
 """
 USE = """
 import asyncio
+import os
+from argparse import Namespace
+from pathlib import Path
+from actors.start.run_command import build, role_named
+from areal.config import load_config
 from areal.config.data_section import DataConfig
 from areal.data.history import History
 from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
 from areal.rewards.functions import resolve
+from areal.config.reading import CONFIGS
+from areal.extensions.trackers.tracking import Tracker, TrackingProcess, open_sinks
+from areal.storage.records import line_of
 from areal.workflows.builtin import resolve_workflow
+from fakes.quiet_master import QuietMaster
+from protocols.security import make_keys
 
 config = DataConfig(source="made:letters", options={"count": 8}, eval_size=0, sampler="backwards")
 source = open_source(config, 0)
 print(open_sampler(config, source)(History(source), 3), sorted(source.row(index).prompt for index in range(8))[0])
+(folder := Path("run")).mkdir()
+(folder / "metrics.jsonl").write_text(line_of({"step": 3, "loss": 0.5}))
+settings = ["observe.trackers=[lines]", "observe.tracker_options.lines.path=tracked", "observe.tensorboard=false"]
+followed = load_config(CONFIGS / "quickstart.yaml", settings)
+TrackingProcess.check(followed.observe)
+Tracker(folder, open_sinks(followed, folder)).look()
+print(Path("tracked").read_text(), end="")
+arguments = Namespace(master="tcp://127.0.0.1:1", host=None, bind=None, ports="*", index=None, wait=1.0, reward=None)
+arguments.scorer, arguments.overrides = None, []
+os.environ["AREAL_KEYS"] = str(make_keys(Path("keys")).parent)
+async def built():
+    return build("echo", arguments).kind.__name__
+print(role_named("echo"), asyncio.run(built()))
+print(QuietMaster().join("echo").identity.partition("#")[0])
 print(resolve("polite").function("", "yes please", {}), asyncio.run(resolve_workflow("echo", {})(None, None)))
 """
 
 
-def test_a_package_of_a_stranger_adds_a_workflow_a_reward_a_sampler_and_a_source(tmp_path):
+def test_a_package_of_a_stranger_adds_a_workflow_a_reward_a_sampler_a_source_a_tracker_and_a_role(tmp_path):
     install(tmp_path, "strange-things", PACKAGE_POINTS, stranger=PACKAGE)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}"}
 
     def printed(*words: str) -> str:
         command = [sys.executable, *words]
         return subprocess.run(command, cwd=tmp_path, env=environment, text=True, check=True, capture_output=True).stdout
 
-    assert printed("-c", USE).splitlines() == ["4 letters 0", "1.0 None"]
-    assert "reward       polite           strange-things 1.2\n" in printed("-m", "areal", "extensions")
+    assert printed("-c", USE).splitlines() == ["4 letters 0", "3 {'step/loss': 0.5}", "echo Echo", "echo/0", "1.0 None"]
+    rows = [line.split(maxsplit=2) for line in printed("-m", "areal", "extensions").splitlines()]
+    assert ["reward", "polite", "strange-things 1.2"] in rows

@@ -16,7 +16,6 @@ from areal.base.text import shown
 from areal.config import Config, load_config
 from areal.config.reading import CONFIGS
 from areal.config.role_sections import benchmarks_in
-from areal.config.roles import ROLES
 
 
 def declare(tools: RoomTools) -> None:
@@ -104,7 +103,7 @@ def health(options: Namespace) -> int:
         return _failure(error)
     if not re.fullmatch(r"tcp://.+:\d+", master):
         raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
-    if options.actor and not re.fullmatch(rf"({'|'.join(ROLES)})/\d+", options.actor):
+    if options.actor and not re.fullmatch(r"\w+/\d+", options.actor):
         raise UserError(f"--actor {options.actor!r} names no actor: write ROLE/INDEX, such as generator/0.")
 
     async def ask() -> str:

@@ -112,7 +112,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
             f"{config.trainer.sequence_parallel}: make trainer.ranks a multiple of it."
         )
     check_port(config.master.address)
-    for tracker in extensions.find_own("tracker"):
+    if tracker := extensions.part_of("trackers", "process"):
         tracker.check(config.observe)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
@@ -152,6 +152,7 @@ def check_extensions(config: Config) -> None:
     trainer = config.trainer
     needed = {
         ("direct", "sender"): config.weights.direct and "weights.transport=direct",
+        ("trackers", "process"): config.observe.trackers and "observe.trackers",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",
         **{("role", role.name): role.processes(config) and f"the role {role.name}" for role in ROLES.values()},

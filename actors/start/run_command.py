@@ -36,7 +36,7 @@ from areal.base.text import sentences_on, shown
 from areal.config import Config, advice, dump_config, from_message, load_config, overridden
 from areal.config.engine_sections import ScorerConfig
 from areal.config.reading import CONFIGS
-from areal.config.roles import ROLES, USES_MODEL
+from areal.config.roles import ROLES, USES_MODEL, role_of
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def add_options_of_run(add: Callable[..., object]) -> None:
 
 
 def add_options_of_role(add: Callable[..., object]) -> None:
-    add("--role", action="append", choices=("master", *ROLES, "monitor"), help="start only this role (may be repeated)")
+    add("--role", action="append", type=role_named, help="start only this role (may be repeated)")
     add("--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine")
     words = f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})"
     add("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=words)
@@ -116,6 +116,14 @@ def add_options_of_role(add: Callable[..., object]) -> None:
     words = "reward that a reward role serves; may be repeated (default: the run's reward.functions)"
     add("--reward", action="append", metavar="NAME", help=words)
     add("--scorer", metavar="NAME", help="name in the run's `scorers` of what a scorer role serves")
+
+
+def role_named(name: str) -> str:
+    """The name of a role of this project or of an installed package. Raises ArgumentTypeError if there is none."""
+    if name in ("master", "monitor", *ROLES) or extensions.entry("role", name):
+        return name
+    roles = ", ".join(["monitor", *extensions.names("role")])
+    raise argparse.ArgumentTypeError(f"there is no role {name!r}: roles are {roles}")
 
 
 def main() -> int:
@@ -184,7 +192,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if "monitor" in roles and roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
     if len(roles) == 1 and roles != ["monitor"]:  # before anything below imports numpy
-        for name, value in ROLES[roles[0]].environment.items():
+        for name, value in role_of(roles[0]).environment.items():
             os.environ.setdefault(name, value)
     from actors.runtime.bound_addresses import check_place, find_master
 
@@ -355,14 +363,14 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 
     configure_logging("master/0")
     check_port(config.master.address)
-    trackers = extensions.find_own("tracker")
-    for tracker in trackers:
+    tracker = extensions.part_of("trackers", "process")
+    if tracker:
         tracker.check(config.observe)
     network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
     config, source = uvloop.run(prepare(config))
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     record = open_record(config, source)
-    tracking = [process for tracker in trackers if (process := tracker.begin(config))]
+    tracking = tracker and tracker.begin(config)
     serving = serve(config, network, *record, source)
     del source  # the master keeps the rows only if its sampler needs them
     try:
@@ -375,8 +383,8 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
         structlog.get_logger().exception("failed")
         return 4
     finally:
-        for process in tracking:
-            process.finish()
+        if tracking:
+            tracking.finish()
     if not ending.ok:
         print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1

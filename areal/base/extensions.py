@@ -14,8 +14,8 @@
 | `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
 | `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
 | the name of an extension | what the core asks of it, of this project alone |
-| `role` | the class of a role |
-| `tracker` | a class that follows a run (`areal.extensions.trackers.tracking`), of this project alone |
+| `role` | the class of a role (`actors.runtime.actor.Actor`); of a package: `run.py --role NAME` starts it |
+| `tracker` | a tracker for `observe.trackers` (`areal.extensions.trackers.tracking`) |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its

@@ -202,8 +202,13 @@ class ObserveConfig(Section):
     trackio: str | None = Field(None, description="trackio project to log to")
     mlflow: str | None = None
     """MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder"""
+    trackers: list[str] = Field(default_factory=list)
+    """trackers of installed packages (`areal extensions`), or `package.module:function`"""
+    tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict, description="options by tracker")
 
     def conflicts(self) -> Iterator[str]:
+        for name in self.tracker_options.keys() - {*self.trackers}:
+            yield f"observe.tracker_options names {name!r}, which observe.trackers does not: add it there"
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
         if self.prometheus_port and beyond and not self.prometheus_token:
             yield (

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
 
-import jinja2
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
@@ -36,6 +35,8 @@ T = TypeVar("T", bound=Section)
 
 def template_conflicts(key: str, template: str) -> Iterator[str]:
     """Whether the template of a key is none."""
+    import jinja2  # which takes as long to import as all of the configuration
+
     try:
         jinja2.Environment().parse(template)
     except jinja2.TemplateSyntaxError as error:

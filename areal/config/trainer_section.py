@@ -6,69 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from areal.base import extensions
 from areal.config.engine_options import deepspeed_conflicts
 from areal.config.engine_sections import half_on_gpus
+from areal.config.named_objectives import OBJECTIVES, settings_of
 from areal.config.section import Section
-
-# Settings that a named objective (areal.training.algorithms) brings along, unless the configuration sets them.
-_GROUP = {"advantage_mean": "group", "advantage_std": "group"}
-
-_GSPO = {**_GROUP, "behaviour_weight_level": "geometric", "eps_clip": 3e-4, "eps_clip_higher": 4e-4}
-
-OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
-    "decoupled_ppo": {},
-    "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
-    "grpo": {**_GROUP, "loss_mean": "sequence"},
-    "dr_grpo": {"advantage_mean": "group", "advantage_std": "none", "loss_mean": "constant"},
-    "rloo": {
-        "advantage_mean": "leave_one_out",
-        "advantage_std": "none",
-        "loss_mean": "constant",
-        "kl_in": "reward",
-        "kl_estimator": "k1",
-    },
-    "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
-    "dapo": {**_GROUP, "eps_clip_higher": 0.28},
-    "gspo": {**_GSPO, "loss_mean": "sequence"},
-    "luspo": {**_GSPO, "loss_mean": "constant"},
-    "gmpo": {**_GROUP, "loss_mean": "sequence", "behaviour_weight_level": "geometric", "eps_clip": 0.4},
-    "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
-    "sapo": {**_GROUP, "loss_mean": "sequence"},
-    "dppo": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.15},
-    "dppo_kl": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.05},
-    "vespo": dict(_GROUP),
-    "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
-    "seq_tis": {
-        "behaviour_weight": "truncated",
-        "behaviour_weight_level": "sequence",
-        "behaviour_weight_bounds": (0.0, 2.0),
-    },
-    "seq_mis": {
-        "behaviour_weight": "masked",
-        "behaviour_weight_level": "sequence",
-        "behaviour_weight_bounds": (0.0, 2.0),
-    },
-    "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
-    "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
-    "m2po": dict(_GROUP),
-    "score_centring": {
-        "advantage_mean": "group",
-        "advantage_std": "none",
-        "behaviour_weight": "none",
-        "proximal": "interpolate",
-    },
-    "sao": {"behaviour_weight": "none", "proximal": "interpolate", "eps_clip": 0.3, "eps_clip_higher": 5.0},
-    "flash_reinforce": {
-        "advantage_std": "none",
-        "loss_mean": "sequence",
-        "minibatches": 1,
-        "sequence_mask": "kl",
-        "sequence_mask_bounds": (0.0, 3e-3),
-    },
-    "distill": {"teacher_coef": 1.0},
-}
-
 
 COMPARE_GROUP = ("group", "leave_one_out")
 """Means (`advantage_mean`) that compare the samples of a group, so that groups of one sample teach nothing."""
@@ -289,7 +230,7 @@ class TrainerConfig(Section):
         if not isinstance(values, dict):
             return values
         objective = values.get("objective")
-        return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+        return settings_of(objective) | values if isinstance(objective, str) else values
 
     def conflicts(self) -> Iterator[str]:
         if self.offload == "all" and self.zero_stage != 3:
@@ -308,11 +249,10 @@ class TrainerConfig(Section):
             yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
         if self.teacher_top_k and not self.teacher_coef:
             yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
-        is_known = self.objective in OBJECTIVE_SETTINGS or ":" in self.objective
-        if not (is_known or extensions.entry("objective", self.objective)):
+        if not (self.objective in OBJECTIVES or ":" in self.objective or _is_installed(self.objective)):
             yield (
-                f"Unknown objective {self.objective!r} in trainer.objective: known are "
-                f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
+                f"Unknown objective {self.objective!r} in trainer.objective: known are {', '.join(OBJECTIVES)}, or "
+                f"write package.module:function"
             )
 
     def _conflicts_of_division(self) -> Iterator[str]:
@@ -334,7 +274,7 @@ class TrainerConfig(Section):
                 )
 
     def _conflicts_of_loss(self) -> Iterator[str]:
-        if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
+        if self.eps_clip > 1 and self.objective in OBJECTIVES and self.objective not in ("gmpo", "dppo_kl"):
             yield (
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
                 f"none: set trainer.eps_clip to at most 1"
@@ -369,6 +309,13 @@ class TrainerConfig(Section):
                 f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
                 f"group or both to batch, or trainer.advantage_std=none"
             )
+
+
+def _is_installed(objective: str) -> bool:
+    """Whether an installed package has this objective."""
+    from areal.base import extensions  # which the configuration of most runs does not need
+
+    return extensions.entry("objective", objective) is not None
 
 
 class GuardConfig(Section):

@@ -19,8 +19,9 @@ import structlog
 from areal.base.errors import UserError
 from areal.base.secrets import hidden_in, secrets_in, without_secrets
 from areal.config import Config, dump_config, load_config, overridden, stored_config, validated
+from areal.config.named_objectives import OBJECTIVES, settings_of
 from areal.config.settings import MAY_CHANGE, REDONE, differences, is_under
-from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.config.trainer_section import TrainerConfig
 from areal.models import with_folders
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
@@ -264,8 +265,8 @@ def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = Fa
     stored = config_of_run(folder, secrets=secrets)
     values = stored.model_dump(mode="json")
     if "trainer.objective" in settings:
-        brought = OBJECTIVE_SETTINGS.get(stored.trainer.objective, {})
-        for key in set().union(*OBJECTIVE_SETTINGS.values()):
+        brought = settings_of(stored.trainer.objective)
+        for key in set().union(*map(settings_of, OBJECTIVES)):
             if getattr(stored.trainer, key) == brought.get(key, TrainerConfig.model_fields[key].default):
                 del values["trainer"][key]
     return validated(overridden(values, settings=settings), folder / CONFIG)

@@ -264,12 +264,12 @@ async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_
 
 OBJECTIVE = """
 import os
-from areal.training.algorithms.objectives import LOSSES
+from areal.training.algorithms.objectives import objective_of
 
 def fails(tokens, config):
     if len(tokens.logp) > 3 and os.environ.get("RANK", "1") == "1":
         raise ValueError(f"no loss of {len(tokens.logp)} tokens, at {id(tokens):#x}")
-    return LOSSES["ppo"](tokens, config)
+    return objective_of("ppo")(tokens, config)
 """
 
 

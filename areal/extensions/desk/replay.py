@@ -34,6 +34,7 @@ from areal.base.errors import UserError
 from areal.base.processes import die_with_parent, torchrun
 from areal.config import Config, dump_config, overridden, validated
 from areal.config.grid import name_of, points, read_grid
+from areal.config.named_objectives import OBJECTIVES
 from areal.config.overrides import parsed
 from areal.config.settings import differences, is_under
 from areal.config.trainer_section import GuardConfig
@@ -125,12 +126,12 @@ class Replay:
 
     def what_matters(self) -> str:
         """The settings without those that have no effect: two replays with the same ones learn the same."""
-        from areal.training.algorithms.objectives import LOSSES
+        from areal.training.algorithms.objectives import objective_of
 
         trainer = self.config.trainer
         settings = trainer.model_dump(mode="json")
-        if trainer.objective in LOSSES:
-            settings["objective"] = LOSSES[trainer.objective].__name__
+        if trainer.objective in OBJECTIVES:
+            settings["objective"] = objective_of(trainer.objective).__name__
             idle = {
                 ("kl_estimator", "kl_in", "reference"): not trainer.kl_coef,
                 ("loss_tokens",): trainer.loss_mean != "constant",

@@ -1,4 +1,5 @@
-"""Sends the numbers of a run to TensorBoard, and to W&B, trackio and MLflow if the configuration names a project.
+"""Sends the numbers of a run to TensorBoard, to W&B, trackio and MLflow if the configuration names a project, and to
+the trackers that it names (`observe.trackers`).
 
 A separate process (`areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and
 evaluations.jsonl and passes every record to each sink. Its failure does not fail the run. `tracked.json` holds the last
@@ -23,6 +24,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.base.processes import ROOT, LenientOutput, tied
 from areal.config import Config
@@ -44,7 +46,8 @@ MLFLOW_PARAMS, LONGEST_PARAM = 100, 500
 FILES = {METRICS: "step", EVALUATIONS: "version"}
 
 Sink = Callable[[int, dict[str, float], float], None]
-"""Takes the step (or version), numbers by name such as `step/reward_mean`, and the time, seconds since 1970."""
+"""Takes the step (or version), numbers by name such as `step/reward_mean`, and the time, seconds since 1970. A tracker
+is a function of the configuration, the folder of the run and its `observe.tracker_options` that returns a sink."""
 
 log = structlog.get_logger()
 
@@ -55,6 +58,8 @@ class TrackingProcess:
     @staticmethod
     def check(config: ObserveConfig) -> None:
         """Raises UserError if a tracker is configured that is not installed."""
+        for name in config.trackers:
+            extensions.find("tracker", name, "The tracker")
         for name in ("wandb", "trackio", "mlflow"):
             if getattr(config, name) and importlib.util.find_spec(name) is None:
                 raise UserError(
@@ -66,7 +71,7 @@ class TrackingProcess:
         """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if
         the process cannot be started, which does not fail the run."""
         observe = config.observe
-        if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow):
+        if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow or observe.trackers):
             return None
         try:
             return cls(config.folder)
@@ -175,14 +180,21 @@ class Tracker:
 def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
     """The sinks that are configured and can be opened."""
     openers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+    named = {name: opener for name, opener in openers.items() if getattr(config.observe, name)}
+    named |= {name: partial(_open_tracker, name) for name in config.observe.trackers}
     sinks = {}
-    for name, opener in openers.items():
-        if getattr(config.observe, name):
-            try:
-                sinks[name] = opener(config, folder)
-            except Exception as error:  # no network, no key, no room
-                log.warning("a sink cannot be opened", sink=name, error=repr(error))
+    for name, opener in named.items():
+        try:
+            sinks[name] = opener(config, folder)
+        except Exception as error:  # no network, no key, no room
+            log.warning("a sink cannot be opened", sink=name, error=repr(error))
     return sinks
+
+
+def _open_tracker(name: str, config: Config, folder: Path) -> Sink:
+    opener = extensions.find("tracker", name, "The tracker")
+    sink: Sink = opener(config, folder, **config.observe.tracker_options.get(name, {}))
+    return sink
 
 
 def _tensorboard(config: Config, folder: Path) -> Sink:

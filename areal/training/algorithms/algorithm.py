@@ -14,7 +14,7 @@ from torch import Tensor
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.table import NOT_SAMPLED
 from areal.training.algorithms.advantages import Credits, estimate, rehearse_estimator
-from areal.training.algorithms.objectives import MASKS, rehearse
+from areal.training.algorithms.objectives import mask_of, rehearse
 from areal.training.algorithms.token_loss import TokenLoss, Tokens, mask_sequences
 from areal.training.packed import FlatBatch, PackedRow
 
@@ -69,7 +69,7 @@ def policy_gradient(config: TrainerConfig) -> Algorithm:
         tokens = tokens_in(outputs, row)
         return mask_sequences(objective(tokens, config), tokens, config)
 
-    mask = MASKS.get(config.objective)
+    mask = mask_of(config.objective)
     needs = {"kept_logprobs": f"trainer.objective={config.objective}"} if config.centres_scores else {}
     return Algorithm(needs, advantages, loss, mask=mask and partial(mask, config=config))
 

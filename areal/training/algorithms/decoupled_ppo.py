@@ -1,4 +1,4 @@
-"""Decoupled PPO, the default, and plain PPO. `OBJECTIVE_SETTINGS` of the configuration makes grpo, dr_grpo, rloo,
+"""Decoupled PPO, the default, and plain PPO. `OBJECTIVES` of the configuration makes grpo, dr_grpo, rloo,
 reinforce_pp, dapo, tis, seq_tis, seq_mis, icepop, kpop, flash_reinforce and distill of decoupled PPO.
 """
 

@@ -1,34 +1,22 @@
-"""The objectives by their names in the configuration, and the rehearsal of a user's own.
+"""The objective that the configuration names, and the rehearsal of a user's own.
 
-A user's own objective is given in `trainer.objective` as `package.module:function`. The settings that belong to a named
-objective are in `OBJECTIVE_SETTINGS` of the configuration. docs/objectives.md lists all of this in one table.
+The objectives of this project are in `areal.config.named_objectives`. A user's own is given in `trainer.objective` as
+`package.module:function`.
 """
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
-from areal.training.algorithms.cispo import cispo
-from areal.training.algorithms.decoupled_ppo import decoupled_ppo, ppo
-from areal.training.algorithms.dppo import dppo, dppo_kl
-from areal.training.algorithms.gspo import gmpo, gspo
-from areal.training.algorithms.m2po import kept_tokens, m2po
-from areal.training.algorithms.sao import sao
-from areal.training.algorithms.sapo import sapo
-from areal.training.algorithms.score_centring import score_centring
+from areal.config.named_objectives import OBJECTIVES
+from areal.config.trainer_section import TrainerConfig
 from areal.training.algorithms.token_loss import Objective, TokenLoss, Tokens
-from areal.training.algorithms.vespo import vespo
-
-LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
-LOSSES |= {"ppo": ppo, "gspo": gspo, "luspo": gspo, "gmpo": gmpo, "cispo": cispo, "m2po": m2po}
-LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo, "sao": sao}
-LOSSES["score_centring"] = score_centring
-"""The objectives by their name in the configuration. Those with the same function differ in their settings."""
-
-MASKS = {"m2po": kept_tokens}
-"""Of the objectives with a mask over the whole minibatch: which tokens it keeps."""
 
 
 def objective_of(name: str) -> Objective:
@@ -36,12 +24,22 @@ def objective_of(name: str) -> Objective:
 
     Raises UserError if the user's own objective does not load or is not a function.
     """
-    if name in LOSSES:
-        return LOSSES[name]
+    if name in OBJECTIVES:
+        return _function(OBJECTIVES[name].loss)
     function = extensions.find("objective", name, "The objective")
     if not callable(function):
         raise UserError(f"The objective {name!r} is of type {type(function).__name__}: name a function.")
     return function
+
+
+def mask_of(name: str) -> Callable[..., np.ndarray] | None:
+    """The function that says which tokens of a minibatch an objective keeps; None: it keeps all."""
+    return _function(OBJECTIVES[name].mask) if name in OBJECTIVES and OBJECTIVES[name].mask else None
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"areal.training.algorithms.{module}"), function)
 
 
 def rehearse(config: TrainerConfig) -> Objective:

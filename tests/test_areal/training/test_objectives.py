@@ -10,9 +10,10 @@ import torch
 
 from areal.base.errors import UserError
 from areal.config import dump_config, load_config
-from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.config.named_objectives import OBJECTIVES
+from areal.config.trainer_section import TrainerConfig
 from areal.training.algorithms.m2po import within_second_moment
-from areal.training.algorithms.objectives import LOSSES, objective_of, rehearse
+from areal.training.algorithms.objectives import objective_of, rehearse
 from areal.training.algorithms.reference import kl, kl_penalty
 from areal.training.algorithms.token_loss import (
     LOG_RATIO_BOUND,
@@ -23,7 +24,7 @@ from areal.training.algorithms.token_loss import (
     mask_sequences,
 )
 
-SURROGATES = [name for name in LOSSES if LOSSES[name] is LOSSES["decoupled_ppo"]]
+SURROGATES = [name for name in OBJECTIVES if objective_of(name) is objective_of("decoupled_ppo")]
 WEIGHTS = ["full", "truncated", "masked", "masked_kl", "none"]
 COMBINED = {"token": None, "sequence": np.sum, "geometric": np.mean}
 UNCUT = (0.0, np.inf)
@@ -53,7 +54,7 @@ def settings(name, **changes):
 def evaluate(name, tokens, config):
     """What the objective returns, and the gradient of the summed loss with respect to log pi_theta, in numpy."""
     logp = tokens.logp.clone().requires_grad_()
-    out = LOSSES[name](replace(tokens, logp=logp), config)
+    out = objective_of(name)(replace(tokens, logp=logp), config)
     out.loss.sum().backward()
     return out.loss.detach().numpy(), out.clipped.numpy(), logp.grad.numpy()
 
@@ -176,7 +177,7 @@ def test_the_reference_knows_every_objective():
         "sao",
         "score_centring",
     }
-    assert {*SURROGATES, *objectives} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
+    assert {*SURROGATES, *objectives} == OBJECTIVES.keys()
 
 
 @pytest.mark.parametrize("level", COMBINED)
@@ -248,7 +249,7 @@ def test_the_token_form_of_gspo_and_gmpo_is_their_sequence_form(name, objective,
     tokens = replace(tokens, A=tokens.A[tokens.sequence])  # one advantage a sequence
     config = settings(name, eps_clip=low, eps_clip_higher=high)
     logp = tokens.logp.clone().requires_grad_()
-    out = LOSSES[name](replace(tokens, logp=logp), config)
+    out = objective_of(name)(replace(tokens, logp=logp), config)
     loss = (out.loss / lengths).sum()  # loss_mean: sequence, up to the number of sequences
     loss.backward()
     theta = tokens.logp.numpy()
@@ -365,7 +366,7 @@ def test_score_centring_takes_the_mean_of_the_weighted_score_under_the_behaviour
     config = settings(
         "score_centring", behaviour_weight=kind, **({} if kind == "none" else {"behaviour_weight_bounds": bounds})
     )
-    LOSSES["score_centring"](tokens, config).loss.sum().backward()
+    objective_of("score_centring")(tokens, config).loss.sum().backward()
     np.testing.assert_allclose(-logits.grad.numpy()[kept], expected[kept], rtol=1e-9, atol=1e-12)
 
 
@@ -374,7 +375,7 @@ def test_flash_reinforce_weighs_a_sequence_s_gradient_or_leaves_the_sequence_out
     tokens, config = make_tokens(), settings("flash_reinforce", sequence_mask_bounds=(0.0, 0.1))
     logp = tokens.logp.clone().requires_grad_()
     tokens = replace(tokens, logp=logp, logp_prox=tokens.logp)
-    out = mask_sequences(LOSSES["flash_reinforce"](tokens, config), tokens, config)
+    out = mask_sequences(objective_of("flash_reinforce")(tokens, config), tokens, config)
     out.loss.sum().backward()
     p, q, sequence = np.exp(tokens.logp_prox.numpy()), np.exp(tokens.logp_behav.numpy()), tokens.sequence.numpy()
     means = np.array([bernoulli_kl(q, p)[sequence == number].mean() for number in sequence])
@@ -428,7 +429,7 @@ def test_a_sequence_whose_weight_is_out_of_bounds_is_masked_as_a_whole(kind, low
     stored = np.array([low <= ws[i] <= high for i in sequence])
     logp = tokens.logp.clone().requires_grad_()
     current = replace(tokens, logp=logp)
-    out = mask_sequences(LOSSES["decoupled_ppo"](current, config), current, config)
+    out = mask_sequences(objective_of("decoupled_ppo")(current, config), current, config)
     out.loss.sum().backward()
     cases = [
         case if keep else Case(0.0, 0.0, True)
@@ -441,7 +442,7 @@ def test_a_sequence_whose_weight_is_out_of_bounds_is_masked_as_a_whole(kind, low
 # --- boundaries
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_where_all_policies_are_one_every_gradient_is_that_of_reinforce(name):
     tokens = make_tokens()
     tokens = replace(tokens, logp_prox=tokens.logp, logp_behav=tokens.logp)
@@ -464,18 +465,18 @@ def test_just_inside_its_clip_a_token_learns_and_just_outside_it_does_not(name, 
     assert gradient[clipped] == 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_gradient_reaches_the_proximal_or_the_behaviour_policy(name):
     tokens = make_tokens()
     leaves = {n: getattr(tokens, n).clone().requires_grad_() for n in ("logp", "logp_prox")}
-    out = LOSSES[name](replace(tokens, **leaves), settings(name))
+    out = objective_of(name)(replace(tokens, **leaves), settings(name))
     out.loss.sum().backward()
     assert leaves["logp"].grad is not None
     assert leaves["logp_prox"].grad is None
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_log_ratios_of_any_size_give_finite_losses_and_gradients(name, kind):
     far = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0])
     theta, prox, behav, A = torch.cartesian_prod(far, far, far, torch.tensor([-3.0, 0.0, 3.0])).T
@@ -488,7 +489,7 @@ def test_log_ratios_of_any_size_give_finite_losses_and_gradients(name, kind):
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_micro_batch_without_tokens_has_an_empty_loss(name):
     rehearse(settings(name))
     none = make_tokens(S=0)
@@ -674,7 +675,7 @@ def test_the_example_of_an_own_loss_is_an_objective():
 def test_the_documentation_has_every_objective():
     page = Path(__file__).parents[3] / "docs" / "objectives.md"
     rows = re.findall(r"^\| `(\w+)`", page.read_text().split("## ")[0], re.MULTILINE)
-    assert rows == list(LOSSES)
+    assert rows == list(OBJECTIVES)
 
 
 # --- settings
@@ -701,21 +702,17 @@ def load(tmp_path):
     )
 
 
-def test_every_named_objective_has_a_loss_and_settings():
-    assert OBJECTIVE_SETTINGS.keys() == LOSSES.keys()
-
-
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_resolved_configuration_reads_back_as_itself(load, tmp_path, name):
     config = load(f"trainer.objective={name}", "trainer.eps_clip_higher=null")
     (tmp_path / "resolved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_brings_its_settings_and_the_users_own_win(load, name):
     config = load(f"trainer.objective={name}").trainer
-    for key, value in OBJECTIVE_SETTINGS[name].items():
+    for key, value in OBJECTIVES[name].settings.items():
         assert getattr(config, key) == value
     config = load(f"trainer.objective={name}", "trainer.advantage_std=batch", "trainer.loss_mean=token").trainer
     assert (config.advantage_std, config.loss_mean) == ("batch", "token")
@@ -727,7 +724,11 @@ def test_the_default_is_decoupled_ppo_with_its_weight():
 
 
 def test_only_objectives_around_the_behaviour_policy_are_without_a_weight_unless_asked():
-    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo", "score_centring", "sao"]
+    assert [name for name in OBJECTIVES if settings(name).behaviour_weight == "none"] == [
+        "ppo",
+        "score_centring",
+        "sao",
+    ]
 
 
 def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
@@ -739,7 +740,7 @@ def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
 BLIND = {"behaviour_weight": "none", "proximal": "recompute"}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_loss_that_depends_on_the_behaviour_policy_needs_the_words_that_sampling_kept(load, name):
     tokens = make_tokens()
     remainder = replace(tokens, logp_behav=tokens.logp_behav - 1)
