@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -29,8 +29,10 @@ from actors.runtime.membership import Membership, Spawn
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Prompts, Sampling, open_rows
 from actors.sampling.scores import GroupScores
+from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError, UserError, explain
+from areal.config import Config
 from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
@@ -100,13 +102,11 @@ class RolloutManager(Actor):
         self.member = member
         self.config, self.directory = member.config, member.directory
         self.sampling = sampling
-        self._source = source
+        self._rows = TrainingRows(self.config, source, sampling.services)
         self._workflow = workflow
-        self._groups: dict[str, asyncio.Task[None]] = {}
-        self._unfinished: dict[str, int] = {}  # number of unfinished samples, by group
-        self._sessions: dict[str, list[SampleSession]] = {}
-        self._stores: dict[str, _GroupStore] = {}
-        self._samples_finished = self._moved = 0
+        self._groups: dict[str, GroupRun] = {}
+        self._samples_finished = 0  # in the groups that have ended
+        self._moved = 0
         self._stored = StoredGroups(sampling, member.spawn)
 
     async def main(self) -> None:
@@ -128,22 +128,20 @@ class RolloutManager(Actor):
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
         finish them."""
         if any(m.identity != self.member.bus.identity.name for m in self.directory.with_role("rollout_manager")):
-            sessions = [session for sessions in self._sessions.values() for session in sessions]
-            unsaved = [session for session in sessions if session.unsaved and session.save_every < math.inf]
-            saves: list[asyncio.Task[Any]] = [session.save() for session in unsaved]
-            for store in self._stores.values():
-                saves += store.flush()
+            groups = self._groups.values()
+            saves = [save for group in groups for save in group.save_calls()]
+            saves += [request for group in groups for request in group.flush()]
             if saves:
                 await asyncio.wait(saves, timeout=HAND_OVER_SECONDS)
-            for group in self._groups.values():
-                group.cancel()
+            for group in groups:
+                group.task.cancel()
         await self.sampling.dispatch.loads.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
         return self.sampling.stats() | {
             "groups_running": len(self._groups),
             "samples_running": self._running,
-            "samples_finished": self._samples_finished,
+            "samples_finished": self._samples_finished + sum(group.finished for group in self._groups.values()),
             "moved": self._moved,
         }
 
@@ -156,9 +154,10 @@ class RolloutManager(Actor):
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
         slots = self.sampling.dispatch.loads.places / self.sampling.dispatch.askers
-        beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
+        samples = samples_of_group(self.config)
+        beginning = samples * sum(not group.sessions for group in self._groups.values())
         requests = self.sampling.dispatch.loads.sequences + beginning
-        free = groups_that_fit(self._samples, slots, requests, self._running)
+        free = groups_that_fit(samples, slots, requests, self._running)
         if not self._groups:
             free = max(1, free)
         return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
@@ -169,9 +168,9 @@ class RolloutManager(Actor):
             if self._groups:
                 renewed = await self.member.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
                 for group in renewed.groups:
-                    if task := self._groups.get(group):
+                    if running := self._groups.get(group):
                         log.warning("lease lost", group=group)
-                        task.cancel()
+                        running.task.cancel()
 
     async def _balance(self) -> None:
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
@@ -183,190 +182,38 @@ class RolloutManager(Actor):
                 for m in self.directory.with_role("generator")
                 if (load := dispatch.loads.reported.get(m.identity)) and dispatch.avoidance.trusts(m)
             }
-            calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
+            sessions = [session for group in self._groups.values() for session in group.sessions]
+            calls = [call for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, dispatch.askers, asyncio.get_running_loop().time())
             for call, target in moves:
                 call.move(self.directory.members[target])
             self._moved += len(moves)
 
     @property
-    def _samples(self) -> int:
-        """Number of samples that are started for a group."""
-        return self.config.group_size + self.config.oversample
-
-    @property
     def _running(self) -> int:
         """Number of unfinished samples in all groups."""
-        return sum(self._unfinished.values())
-
-    # --- one group
+        return sum(group.unfinished for group in self._groups.values())
 
     def _begin_group(self, permit: Permit) -> None:
         self.sampling.awaited_rewards.update(permit.rewards)
-        self._unfinished[permit.group] = self._samples
-        self._sessions[permit.group] = []
-        self._groups[permit.group] = task = self.member.spawn(self._run_group(permit), permit.group)
+        group = self._groups[permit.group] = self._group_of(permit)
+        group.task = self.member.spawn(group.run(), permit.group)
         # A callback, not code in the task: a task that is cancelled before its first step never runs.
-        task.add_done_callback(lambda _: self._end_group(permit.group))
+        group.task.add_done_callback(lambda _: self._end_group(group))
 
-    def _end_group(self, group: str) -> None:
-        del self._groups[group]
-        del self._unfinished[group]
-        del self._sessions[group]
+    def _group_of(self, permit: Permit) -> "GroupRun":
+        return GroupRun(permit, self.member, self.sampling, self._rows, self._stored, self.run_workflow)
+
+    def _end_group(self, group: "GroupRun") -> None:
+        del self._groups[group.permit.group]
+        self._samples_finished += group.finished
         self.sampling.dispatch.loads.room.notify()
-
-    async def _run_group(self, permit: Permit) -> None:
-        try:
-            await self._sample_group(permit)
-        except SampleFailed as failure:
-            discarded = _tokens_sampled(self._sessions[permit.group])
-            failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
-            await self.member.ask_master(failed, Done)
-
-    async def _sample_group(self, permit: Permit) -> None:
-        """Sample a group, or what is missing of it, and have the trainer store its samples soon after they are scored.
-        Raises SampleFailed if the group cannot be finished."""
-        row = self._read_row(permit.row)
-        self._prepare_ahead(permit.row)
-        all_or_none = bool(self.sampling.services.of_groups(self.sampling.services.weights(row, permit.rewards)))
-        stored = await self._stored.ask(permit, all_or_none)
-        places = [place for place in range(self._samples) if place not in stored.places]
-        needed = self.config.group_size - len(stored.places)
-        self._unfinished[permit.group] = len(places) if needed > 0 else 0
-        if needed <= 0:
-            return
-        home = await self.sampling.dispatch.choose("generator", min_version=permit.min_version)
-        start = _GroupStart(len(places), stored.start_version, functools.partial(self._report_start, permit))
-        sessions = self._open_sessions(permit, row, places, home, start)
-        group = GroupScores(self.sampling.services.rewards, row, sessions, needed) if all_or_none else None
-        for session in sessions:
-            session.group = group
-        work = [
-            self._run_sample(permit, place, session, row, start, place in stored.unfinished)
-            for place, session in zip(places, sessions, strict=True)
-        ]
-        store = self._stores[permit.group] = _GroupStore(functools.partial(self._stored.store, permit, row))
-        try:
-            scored = await self._first_scored(work, needed, None if all_or_none else store.add)
-            unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
-            note = scored[-1].note
-            scored[-1] = scored[-1]._replace(note=note._replace(discarded=note.discarded + max(0, unused)))
-            store.add(*(scored if all_or_none else scored[-1:]))
-            for refusal in filter(None, await asyncio.gather(*store.flush())):
-                raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
-        finally:
-            for session in sessions:
-                session.close()
-            self._stores.pop(permit.group).cancel()
-            if group:
-                await group.close()
-
-    def _open_sessions(
-        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: "_GroupStart"
-    ) -> list[SampleSession]:
-        """A session for the sample at each of these places."""
-        sessions = self._sessions[permit.group] = [
-            SampleSession(
-                self.sampling.services,
-                row,
-                self.config.sampling,
-                permit.min_version,
-                home=home,
-                slot=self.sampling.dispatch.loads.slot_at(home),
-                on_start=start.count,
-                rewards=permit.rewards,
-            )
-            for _ in places
-        ]
-        for place, session in zip(places, sessions, strict=True):
-            self._stored.save_regularly(permit, place, session)
-        return sessions
-
-    def _report_start(self, permit: Permit, version: int) -> None:
-        """The group has this start version: no sample of it goes on at an older one, and the master is told."""
-        for session in self._sessions[permit.group]:
-            session.min_version = max(version, permit.min_version)
-        self.member.spawn(
-            self.member.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started"
-        )
-
-    def _read_row(self, index: int) -> Row:
-        """The row of the data at the index. Raises SampleFailed if it cannot be used."""
-        try:
-            row = self._source.row(index)
-        except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
-            log.error("row failed", row=index, exc_info=error)
-            raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
-        if row.pictures:
-            with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
-                find("check")(self.config)
-        if too_long := self.sampling.services.too_long(row):
-            raise SampleFailed("long", too_long)
-        return row
-
-    def _prepare_ahead(self, index: int) -> None:
-        """Have the tools prepare for the next rows: their images are pulled, if samples run in containers."""
-        for tool in self.sampling.services.tools.expecting():
-            for later in range(index + 1, index + 1 + ROWS_AHEAD):
-                with contextlib.suppress(SampleFailed, ToolError):  # heard again once the row is used
-                    tool.expect(self._read_row(later))
-
-    async def _first_scored(
-        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None
-    ) -> list[S]:
-        """The first `needed` scored samples; the others are cancelled. `on_scored` is called with each of them but the
-        last one, at once; None: the score of one depends on the others. Raises SampleFailed once so many samples have
-        failed that too few are left."""
-        scored: list[S] = []
-        failures: list[SampleFailed] = []
-        async with asyncio.TaskGroup() as tasks:
-            samples = [tasks.create_task(task) for task in work]
-            for ended in asyncio.as_completed(samples):
-                sample = await ended
-                if isinstance(sample, SampleFailed):
-                    failures.append(sample)
-                else:
-                    scored.append(sample)
-                    if on_scored and len(scored) < needed:
-                        on_scored(sample)
-                if len(scored) == needed or len(failures) > len(work) - needed:
-                    break
-            for task in samples:
-                task.cancel()
-        if len(scored) < needed:
-            raise failures[-1]  # the first ones may be of samples that the group did not need
-        return scored
-
-    async def _run_sample(
-        self, permit: Permit, place: int, session: SampleSession, row: Row, start: "_GroupStart", begun: bool
-    ) -> "_Scored | SampleFailed":
-        """Sample and score one sample. begun: the trainer may have calls of it."""
-        began, at = time.time(), time.monotonic()
-        try:
-            if begun:
-                session.saved_calls = await self._stored.calls(permit, place)
-            sample = await self.run_workflow(session, row)
-            if session.group:
-                session.group.finished(session)
-            discarded = session.tokens_sampled - int(sample.sampled.sum())
-            note = Note(session.reward_parts, max(0, discarded))
-            if self._stored.keeps_rollouts:
-                note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
-            return _Scored(place, sample, note, session.pictures)
-        except SampleFailed as failure:
-            if session.first_version is None:
-                start.count()
-            return failure
-        finally:
-            self._unfinished[permit.group] -= 1
-            self._samples_finished += 1
-            self.sampling.dispatch.loads.room.notify()
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample, lower its reward if the completion is too long (`reward.overlong_tokens`),
         and have scorers score its tokens. Only training samples get this, not those of an evaluation."""
         sample = await self.sampling.run_workflow(session, self._workflow, row)
-        for column, name in self._scorers(row).items():
+        for column, name in scorers_of(self.config, row).items():
             branches = [
                 self.sampling.services.rewards.score_tokens(name, branch.tokens) for branch in sample.sequences()
             ]
@@ -379,18 +226,217 @@ class RolloutManager(Actor):
         penalty = self.sampling.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 
-    def _scorers(self, row: Row) -> dict[str, str]:
-        """The names of the scorers of a sample of this row, by the column that each gives. Raises SampleFailed."""
-        trainer = self.config.trainer
-        named = {"teacher_logprobs": trainer.teacher, "reference_logprobs": trainer.reference_scorer}
-        if trainer.teacher_key:
-            named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
-        for name in filter(None, named.values()):
-            if name not in self.config.logprob_scorers:
-                names = ", ".join(self.config.logprob_scorers)
-                why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {names}"
-                raise SampleFailed("row", why)
-        return {column: name for column, name in named.items() if name}
+
+def scorers_of(config: Config, row: Row) -> dict[str, str]:
+    """The names of the scorers of a sample of this row, by the column that each gives. Raises SampleFailed."""
+    trainer = config.trainer
+    named = {"teacher_logprobs": trainer.teacher, "reference_logprobs": trainer.reference_scorer}
+    if trainer.teacher_key:
+        named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
+    for name in filter(None, named.values()):
+        if name not in config.logprob_scorers:
+            names = ", ".join(config.logprob_scorers)
+            why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {names}"
+            raise SampleFailed("row", why)
+    return {column: name for column, name in named.items() if name}
+
+
+class TrainingRows:
+    """The rows to train on, by their index in the data."""
+
+    def __init__(self, config: Config, source: Prompts, services: Services) -> None:
+        self._config, self._source, self._services = config, source, services
+
+    def read(self, index: int) -> Row:
+        """The row of the data at the index. Raises SampleFailed if it cannot be used."""
+        try:
+            row = self._source.row(index)
+        except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
+            log.error("row failed", row=index, exc_info=error)
+            raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
+        if row.pictures:
+            with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
+                find("check")(self._config)
+        if too_long := self._services.too_long(row):
+            raise SampleFailed("long", too_long)
+        return row
+
+    def prepare_ahead(self, index: int) -> None:
+        """Have the tools prepare for the next rows: their images are pulled, if samples run in containers."""
+        for tool in self._services.tools.expecting():
+            for later in range(index + 1, index + 1 + ROWS_AHEAD):
+                with contextlib.suppress(SampleFailed, ToolError):  # heard again once the row is used
+                    tool.expect(self.read(later))
+
+
+class GroupRun:
+    """One group of a rollout manager: its sessions, and what becomes of them.
+
+    unfinished, finished: number of its samples that have not ended, and that have. task: the one of `run`.
+    run_workflow: gives the sample of a session on a row.
+    """
+
+    task: asyncio.Task[None]
+
+    def __init__(
+        self,
+        permit: Permit,
+        member: Membership,
+        sampling: Sampling,
+        rows: TrainingRows,
+        stored: "StoredGroups",
+        run_workflow: Callable[[SampleSession, Row], Awaitable[Trajectory]],
+    ) -> None:
+        self.permit = permit
+        self._member, self._sampling, self._rows, self._stored = member, sampling, rows, stored
+        self._run_workflow = run_workflow
+        self._config = member.config
+        self.sessions: list[SampleSession] = []
+        self.unfinished, self.finished = samples_of_group(self._config), 0
+        self._store: _GroupStore | None = None
+
+    def save_calls(self) -> list[asyncio.Task[Any]]:
+        """Begin to have the trainer store the calls so far that it lacks."""
+        return [session.save() for session in self.sessions if session.unsaved and session.save_every < math.inf]
+
+    def flush(self) -> list[asyncio.Task[RefusedError | None]]:
+        """Have the trainer store the scored samples that wait. Returns all such requests of the group."""
+        return self._store.flush() if self._store else []
+
+    async def run(self) -> None:
+        try:
+            await self._sample()
+        except SampleFailed as failure:
+            discarded = _tokens_sampled(self.sessions)
+            reason, group = text_of(failure), self.permit.group
+            failed = GroupFailed(group=group, cause=failure.cause, reason=reason, discarded=discarded)
+            await self._member.ask_master(failed, Done)
+
+    async def _sample(self) -> None:
+        """Sample a group, or what is missing of it, and have the trainer store its samples soon after they are scored.
+        Raises SampleFailed if the group cannot be finished."""
+        permit, services, size = self.permit, self._sampling.services, self._config.group_size
+        row = self._rows.read(permit.row)
+        self._rows.prepare_ahead(permit.row)
+        all_or_none = bool(services.of_groups(services.weights(row, permit.rewards)))
+        stored = await self._stored.ask(permit, all_or_none)
+        places = [place for place in range(self.unfinished) if place not in stored.places]
+        needed = size - len(stored.places)
+        self.unfinished = len(places) if needed > 0 else 0
+        if needed <= 0:
+            return
+        home = await self._sampling.dispatch.choose("generator", min_version=permit.min_version)
+        start = _GroupStart(len(places), stored.start_version, self._report_start)
+        sessions = self._open_sessions(row, places, home, start)
+        group = GroupScores(services.rewards, row, sessions, needed) if all_or_none else None
+        for session in sessions:
+            session.group = group
+        work = [
+            self._run_sample(place, session, row, start, place in stored.unfinished)
+            for place, session in zip(places, sessions, strict=True)
+        ]
+        self._store = store = _GroupStore(functools.partial(self._stored.store, permit, row))
+        try:
+            scored = await first_scored(work, needed, None if all_or_none else store.add)
+            unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
+            note = scored[-1].note
+            scored[-1] = scored[-1]._replace(note=note._replace(discarded=note.discarded + max(0, unused)))
+            store.add(*(scored if all_or_none else scored[-1:]))
+            for refusal in filter(None, await asyncio.gather(*store.flush())):
+                raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
+        finally:
+            for session in sessions:
+                session.close()
+            self._store = None
+            store.cancel()
+            if group:
+                await group.close()
+
+    def _open_sessions(
+        self, row: Row, places: Sequence[int], home: Member, start: "_GroupStart"
+    ) -> list[SampleSession]:
+        """A session for the sample at each of these places."""
+        self.sessions = sessions = [
+            SampleSession(
+                self._sampling.services,
+                row,
+                self._config.sampling,
+                self.permit.min_version,
+                home=home,
+                slot=self._sampling.dispatch.loads.slot_at(home),
+                on_start=start.count,
+                rewards=self.permit.rewards,
+            )
+            for _ in places
+        ]
+        for place, session in zip(places, sessions, strict=True):
+            self._stored.save_regularly(self.permit, place, session)
+        return sessions
+
+    def _report_start(self, version: int) -> None:
+        """The group has this start version: no sample of it goes on at an older one, and the master is told."""
+        for session in self.sessions:
+            session.min_version = max(version, self.permit.min_version)
+        self._member.spawn(
+            self._member.ask_master(GroupStarted(group=self.permit.group, start_version=version), Done), "group started"
+        )
+
+    async def _run_sample(
+        self, place: int, session: SampleSession, row: Row, start: "_GroupStart", begun: bool
+    ) -> "_Scored | SampleFailed":
+        """Sample and score one sample. begun: the trainer may have calls of it."""
+        began, at = time.time(), time.monotonic()
+        try:
+            if begun:
+                session.saved_calls = await self._stored.calls(self.permit, place)
+            sample = await self._run_workflow(session, row)
+            if session.group:
+                session.group.finished(session)
+            discarded = session.tokens_sampled - int(sample.sampled.sum())
+            note = Note(session.reward_parts, max(0, discarded))
+            if self._stored.keeps_rollouts:
+                note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
+            return _Scored(place, sample, note, session.pictures)
+        except SampleFailed as failure:
+            if session.first_version is None:
+                start.count()
+            return failure
+        finally:
+            self.unfinished -= 1
+            self.finished += 1
+            self._sampling.dispatch.loads.room.notify()
+
+
+async def first_scored(
+    work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None
+) -> list[S]:
+    """The first `needed` scored samples; the others are cancelled. `on_scored` is called with each of them but the
+    last one, at once; None: the score of one depends on the others. Raises SampleFailed once so many samples have
+    failed that too few are left."""
+    scored: list[S] = []
+    failures: list[SampleFailed] = []
+    async with asyncio.TaskGroup() as tasks:
+        samples = [tasks.create_task(task) for task in work]
+        for ended in asyncio.as_completed(samples):
+            sample = await ended
+            if isinstance(sample, SampleFailed):
+                failures.append(sample)
+            else:
+                scored.append(sample)
+                if on_scored and len(scored) < needed:
+                    on_scored(sample)
+            if len(scored) == needed or len(failures) > len(work) - needed:
+                break
+        for task in samples:
+            task.cancel()
+    if len(scored) < needed:
+        raise failures[-1]  # the first ones may be of samples that the group did not need
+    return scored
+
+
+def samples_of_group(config: Config) -> int:
+    """Number of samples that are started for a group."""
+    return config.group_size + config.oversample
 
 
 class _Scored(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from actors.evaluator import Evaluator
 from actors.gateway.gateway import Gateway
-from actors.rollout_manager import RolloutManager
+from actors.rollout_manager import GroupRun, RolloutManager
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from actors.sampling.sessions import SampleSession
@@ -185,6 +185,16 @@ class WatchedRollouts(RolloutWriter):
             self._written += rollouts
 
 
+class WatchedGroup(GroupRun):
+    """The real group. begins: is called with each sample that begins."""
+
+    begins: Callable[[Permit, int, SampleSession], None]
+
+    async def _run_sample(self, place: int, session: SampleSession, *arguments: Any) -> Any:
+        self.begins(self.permit, place, session)
+        return await super()._run_sample(place, session, *arguments)
+
+
 class WatchedManager(RolloutManager):
     """The real rollout manager, which reports its samples to the oracle. Its workflow may hang."""
 
@@ -219,10 +229,15 @@ class WatchedManager(RolloutManager):
 
         self.sampling.ask_trainer = watched  # type: ignore[method-assign]
 
-    async def _run_sample(self, permit: Permit, place: int, session: SampleSession, *arguments: Any) -> Any:
+    def _group_of(self, permit: Permit) -> GroupRun:
+        parts = self.member, self.sampling, self._rows, self._stored, self.run_workflow
+        group = WatchedGroup(permit, *parts)
+        group.begins = self._begins
+        return group
+
+    def _begins(self, permit: Permit, place: int, session: SampleSession) -> None:
         self.oracle.begins(permit.group, place)
         self._places[session] = permit, place
-        return await super()._run_sample(permit, place, session, *arguments)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         permit, place = self._places.pop(session)

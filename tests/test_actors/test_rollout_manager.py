@@ -10,7 +10,17 @@ import pytest
 from fakes import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import ROWS_AHEAD, RolloutManager, StoredGroups, _GroupStart, _GroupStore, _Scored
+from actors.rollout_manager import (
+    ROWS_AHEAD,
+    GroupRun,
+    RolloutManager,
+    StoredGroups,
+    TrainingRows,
+    _GroupStart,
+    _GroupStore,
+    _Scored,
+    first_scored,
+)
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.jobs import SampleFailed
@@ -140,13 +150,14 @@ def test_a_sandbox_that_is_lost_fails_the_sample_and_a_row_that_nobody_can_use_i
 
 def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_containers():
     manager = alone(RolloutManager)
-    manager._source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
+    source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
+    rows = TrainingRows(manager.config, source, manager.sampling.services)
     pulled = []
     sandboxes = manager.sampling.services.tools["sandboxes"]
-    manager._prepare_ahead(3)
+    rows.prepare_ahead(3)
     sandboxes._swept["docker"] = None
     sandboxes._pull = lambda provider, task: pulled.append(task.image)
-    manager._prepare_ahead(3)
+    rows.prepare_ahead(3)
     assert pulled == [f"image {index}" for index in range(4, 4 + ROWS_AHEAD)]
 
 
@@ -207,38 +218,28 @@ async def sample(name: str, turns: int, ended: list[str]):
         raise
 
 
-def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str]]:
+def scored_of(names: str) -> tuple[tuple[str, ...], list[str]]:
     """What becomes of samples that end in this order, in a group of 2 and more."""
-    manager, ended = object.__new__(RolloutManager), []
-    manager.config = Config(
-        model="m",
-        steps=1,
-        batch_size=4,
-        group_size=2,
-        oversample=oversample,
-        data={"source": "addition"},
-        sampling={"max_new_tokens": 10},
-        reward={"functions": ["addition"]},
-    )
+    ended: list[str] = []
     work = [sample(name, 50 * i, ended) for i, name in enumerate(names)]
     stored: list[str] = []
-    scored = asyncio.run(manager._first_scored(work, 2, stored.append))
+    scored = asyncio.run(first_scored(work, 2, stored.append))
     assert stored == scored[:-1]  # at once, and the last one when the others are stopped
     return scored, ended
 
 
 def test_a_group_is_complete_with_the_first_that_are_scored_and_the_others_are_stopped():
-    assert first_scored("abcd", oversample=2) == (["a", "b"], ["a", "b", "c stopped", "d stopped"])
+    assert scored_of("abcd") == (["a", "b"], ["a", "b", "c stopped", "d stopped"])
 
 
 def test_a_failed_sample_fails_no_group_of_which_enough_are_left():
-    assert first_scored("XaYb", oversample=2) == (["a", "b"], ["X", "a", "Y", "b"])
+    assert scored_of("XaYb") == (["a", "b"], ["X", "a", "Y", "b"])
 
 
-@pytest.mark.parametrize(("names", "oversample"), [("Xa", 0), ("XYa", 1), ("aXYZ", 2)])
-def test_a_group_of_which_too_few_are_left_fails(names, oversample):
+@pytest.mark.parametrize("names", ["Xa", "XYa", "aXYZ"])
+def test_a_group_of_which_too_few_are_left_fails(names):
     with pytest.raises(SampleFailed):
-        first_scored(names, oversample)
+        scored_of(names)
 
 
 def test_a_start_version_is_known_once_all_that_may_count_have_begun():
@@ -308,18 +309,20 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
         raise RefusedError("a token is outside the model's vocabulary")
 
     manager = alone(RolloutManager, workflow=counted)
-    manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
+    source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
     loads = SimpleNamespace(slot_at=lambda home: None, room=Notifier())
     manager.sampling.dispatch = SimpleNamespace(choose=choose, loads=loads)
-    manager._unfinished, manager._sessions, manager._stores, manager.sampling.ask_trainer = {}, {}, {}, refuse
-    manager._samples_finished = 0
+    manager.sampling.ask_trainer = refuse
     reports = []
 
     async def report(message, answer):
         reports.append(message)
 
     manager.member.ask_master = report
-    await manager._run_group(Permit(group="g0.0", prompt_index=0, row=0, min_version=0))
+    manager.member.config = manager.config
+    rows = TrainingRows(manager.config, source, manager.sampling.services)
+    permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
+    await GroupRun(permit, manager.member, manager.sampling, rows, manager._stored, manager.run_workflow).run()
     (failed,) = reports
     assert "the trainer refused the group: a token is outside" in failed.reason
     assert (failed.cause, failed.discarded) == ("trainer", 2 * (SAMPLED + 4))
