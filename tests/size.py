@@ -25,6 +25,8 @@ PROCESSES = (
     "areal.rewards.worker",
     "areal.rewards.math_answers",
 )
+# The losses, which the trainer imports by name.
+LOSSES = "areal.training.algorithms."
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -66,6 +68,7 @@ def parts(root: Path) -> dict[str, dict[str, Path]]:
     files = modules(root)
     starts = ["run", "actors.start.__main__", *PROCESSES, *(f"actors.{role}" for role in ROLES)]
     starts += [f"actors.{role}.{role}" for role in ROLES]
+    starts += [name for name in files if name.startswith(LOSSES)]
     core = reached({name: file for name, file in files.items() if not extension_of(name)}, starts)
     result: dict[str, dict[str, Path]] = {"core": {}, "tools": {}}
     for name, file in files.items():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,7 @@ class TrainingEngine:
         torch.manual_seed(seed)
         self.source = model
         self._pictures = pictures
+        self._views: Any = None  # until a batch has pictures
         self._keep_values, self._keeps_cache = keep_values, keeps_cache
         self._control = control_group()
         self.messages = RankMessages(self._control)
@@ -312,14 +313,15 @@ class TrainingEngine:
     def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
         """The pictures of the groups, by their names."""
         names = dict.fromkeys(name for group in batch for name in pictures_of(group))
-        return self._views.look_all(names, self._pictures, self._count_work) if names else {}
+        if not names:
+            return {}
+        self._views = self._views or find("views")(str(self.source))
 
-    @cached_property
-    def _views(self) -> Any:
-        return find("views")(str(self.source))
+        def count_work() -> None:
+            self.work_done += 1
 
-    def _count_work(self) -> None:
-        self.work_done += 1
+        views: dict[str, Any] = self._views.look_all(names, self._pictures, count_work)
+        return views
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None

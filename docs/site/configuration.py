@@ -17,7 +17,7 @@ from areal.config.data_section import DataConfig, SourceConfig
 from areal.config.role_sections import EvaluatorConfig
 from areal.config.section import Section, section_in
 from areal.extensions.desk.settings_list import meanings, value_of
-from areal.training.sft import SftConfig, SftData
+from areal.extensions.fine_tuning.sft import SftConfig, SftData
 
 Listing = Callable[[str, type[Section]], Iterator[str]]
 PAGE = Path(__file__).parents[1] / "configuration.md"

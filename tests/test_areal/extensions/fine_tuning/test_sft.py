@@ -20,15 +20,15 @@ from support.tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition
+from areal.extensions.fine_tuning.sft import SftConfig, SftData, _demonstrations, sampled
 from areal.extensions.pictures.picture_store import PictureStore
 from areal.extensions.pictures.vision import sight_of
 from areal.samples.pictures import pictures_of
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.storage.rollouts import RolloutWriter
-from areal.training.sft import SftConfig, SftData, _demonstrations, sampled
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SETTINGS = ["epochs=2", "batch_size=8", "trainer.lr=2e-3", "trainer.warmup_steps=4", "trainer.lr_schedule=cosine"]
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from areal.base.errors import UserError
 from areal.data.sources import open_source
+from areal.extensions.fine_tuning.sft import SftConfig, SftData, _demonstrations, _encode, _end_where_trained
 from areal.samples.tokenizer import load_tokenizer
-from areal.training.sft import SftConfig, SftData, _demonstrations, _encode, _end_where_trained
 
 TURNS = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}END{% endfor %}"

@@ -151,7 +151,7 @@ def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
 
 
 _OBJECTIVE = {
-    "objective": "areal.training.sft:likelihood",
+    "objective": "areal.extensions.fine_tuning.sft:likelihood",
     "minibatches": 1,
     "advantage_mean": "none",
     "advantage_std": "none",

@@ -9,5 +9,5 @@ def declare(tools: RoomTools) -> None:
     add("--model", required=True, metavar="FOLDER")
     add("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts")
     add("--output", required=True, metavar="FOLDER")
-    add("--config", help="keys of areal.training.sft.SftConfig", **CONFIG)
+    add("--config", help="keys of areal.extensions.fine_tuning.sft.SftConfig", **CONFIG)
     add("overrides", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5", **OVERRIDES)
