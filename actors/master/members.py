@@ -13,8 +13,7 @@ import numpy as np
 from actors.master.changes import Joined, Left, MemberChanged
 from actors.master.run_state import RunState
 from actors.runtime.membership import HEARTBEAT_SECONDS
-from areal.base import extensions
-from areal.config.roles import ROLES, role_of
+from areal.config.roles import is_role, role_of
 from protocols.bus_errors import BusyError, RefusedError
 from protocols.codec import MAX_BODY_BYTES
 from protocols.messages import (
@@ -88,7 +87,7 @@ class Members:
 
     def new_entry(self, join: Join, mark: str) -> Member:
         """The entry of an actor that wants to join. Raises RefusedError, and BusyError if there are too many."""
-        if join.role not in ROLES and not extensions.entry("role", join.role):
+        if not is_role(join.role):
             raise RefusedError(f"there is no role {join.role!r}")
         if len(self._state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")

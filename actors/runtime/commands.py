@@ -16,6 +16,7 @@ from areal.base.text import shown
 from areal.config import Config, load_config
 from areal.config.reading import CONFIGS
 from areal.config.role_sections import benchmarks_in
+from areal.config.roles import is_role
 
 
 def declare(tools: RoomTools) -> None:
@@ -103,7 +104,8 @@ def health(options: Namespace) -> int:
         return _failure(error)
     if not re.fullmatch(r"tcp://.+:\d+", master):
         raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
-    if options.actor and not re.fullmatch(r"\w+/\d+", options.actor):
+    role, _, index = (options.actor or "").partition("/")
+    if options.actor and not (is_role(role) and re.fullmatch(r"\d+", index)):
         raise UserError(f"--actor {options.actor!r} names no actor: write ROLE/INDEX, such as generator/0.")
 
     async def ask() -> str:

@@ -36,7 +36,7 @@ from areal.base.text import sentences_on, shown
 from areal.config import Config, advice, dump_config, from_message, load_config, overridden
 from areal.config.engine_sections import ScorerConfig
 from areal.config.reading import CONFIGS
-from areal.config.roles import ROLES, USES_MODEL, role_of
+from areal.config.roles import USES_MODEL, is_role, role_of
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def add_options_of_role(add: Callable[..., object]) -> None:
 
 def role_named(name: str) -> str:
     """The name of a role of this project or of an installed package. Raises ArgumentTypeError if there is none."""
-    if name in ("master", "monitor", *ROLES) or extensions.entry("role", name):
+    if name in ("master", "monitor") or is_role(name):
         return name
     roles = ", ".join(["monitor", *extensions.names("role")])
     raise argparse.ArgumentTypeError(f"there is no role {name!r}: roles are {roles}")

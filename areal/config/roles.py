@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.base import extensions
 from areal.config import Config
 
 Goal = Literal["batch", "step", "evaluation"]
@@ -109,6 +110,12 @@ ROLES = {
         ),
     )
 }
+
+
+def is_role(name: str) -> bool:
+    """Whether an actor may join as a role of this name: one of this project, or of an installed package."""
+    is_own = ("role", name) in extensions.own_entries()  # the master is none that joins
+    return name in ROLES or (not is_own and extensions.entry("role", name) is not None)
 
 
 def role_of(name: str) -> Role:
