@@ -452,8 +452,8 @@ class World:
         """A rollout manager sends a request."""
         if isinstance(message, Generate):
             versions = {new.job: new.min_version for new in message.sequences}
-            for group, sessions in life.actor.role._sessions.items():
-                for call in (call for session in sessions for call in session.running):
+            for group, running in life.actor.role._groups.items():
+                for call in (call for session in running.sessions for call in session.running):
                     if call.number in versions:
                         self.oracle.asked(group, versions[call.number])
 

@@ -150,7 +150,7 @@ def test_a_sandbox_that_is_lost_fails_the_sample_and_a_row_that_nobody_can_use_i
 
 def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_containers():
     manager = alone(RolloutManager)
-    source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
+    source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image-{index}"}))
     rows = TrainingRows(manager.config, source, manager.sampling.services)
     pulled = []
     sandboxes = manager.sampling.services.tools["sandboxes"]
@@ -158,7 +158,7 @@ def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_contai
     sandboxes._swept["docker"] = None
     sandboxes._pull = lambda provider, task: pulled.append(task.image)
     rows.prepare_ahead(3)
-    assert pulled == [f"image {index}" for index in range(4, 4 + ROWS_AHEAD)]
+    assert pulled == [f"image-{index}" for index in range(4, 4 + ROWS_AHEAD)]
 
 
 @pytest.mark.parametrize("role", [RolloutManager, Evaluator])
