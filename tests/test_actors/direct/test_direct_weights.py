@@ -566,8 +566,8 @@ class Wire:
 async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_small(streams, tmp_path):
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
+    from actors.direct import transfer
     from actors.direct.transfer import Sender
-    from areal.weights import transfer
 
     sizes = {"a": 10, "b": 4 << 20, "c": 1 << 20, "lm_head": 9 << 20, "tokens": 9 << 20, "norm": 3}  # of 4 bytes
     torch.manual_seed(0)

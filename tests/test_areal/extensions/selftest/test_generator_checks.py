@@ -195,7 +195,7 @@ async def test_weights_that_are_sent_directly_are_the_trainers(generator, folder
 
 
 async def test_a_tensor_that_is_lost_on_the_way_fails(generator, folder, monkeypatch):
-    from areal.weights import transfer  # it imports vLLM
+    from actors.direct import transfer  # it imports vLLM
 
     await generator._engine.load(folder / "model", 0)
     pairs = transfer._Stored.__iter__
