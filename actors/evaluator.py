@@ -15,27 +15,26 @@ folder, as this actor sees it (areal.storage.samples), and none of them is made 
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import structlog
 
-from actors.runtime.actor import Actor, first_error
+from actors.runtime.actor import first_error
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.sampling.flows import Choose
 from actors.sampling.jobs import SampleFailed
-from actors.sampling.sampling import Prompts, Sampling, open_rows
+from actors.sampling.sampling import Prompts, RowActor, Sampling
 from actors.sampling.sessions import SampleSession
 from areal.config import Config
-from areal.config.data_section import BenchmarkConfig, DataConfig
+from areal.config.data_section import BenchmarkConfig
 from areal.config.engine_sections import SamplingConfig
 from areal.config.role_sections import EvaluatorConfig
 from areal.config.roles import ROLES
 from areal.data.rows import Row, prompt_text
-from areal.data.sources import open_benchmark, open_source
+from areal.data.sources import open_benchmark
 from areal.rewards.pass_at_k import scorecard
-from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
 from areal.storage.samples import SampleFile
 from areal.workflows.builtin import Workflow
@@ -52,7 +51,6 @@ from protocols.messages import (
     RowScores,
     RowsScored,
     Sample,
-    Work,
 )
 
 ASK_SECONDS = 20.0
@@ -220,26 +218,11 @@ def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: C
     return settings | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
 
 
-class Evaluator(Actor):
+class Evaluator(RowActor):
     role = "evaluator"
 
-    @classmethod
-    async def start(
-        cls,
-        member: Membership,
-        open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
-        workflow: Workflow | None = None,
-    ) -> Self:
-        rows = await open_rows(member, open_source, workflow)
-        return cls(member, await Sampling.start(member, load_tokenizer), *rows)
-
     def __init__(self, member: Membership, sampling: Sampling, source: Prompts, workflow: Workflow) -> None:
-        self.member = member
-        self.config, self.directory = member.config, member.directory
-        self.sampling = sampling
-        self._source = source
-        self._workflow = workflow
+        super().__init__(member, sampling, source, workflow)
         settings = self.config.evaluator
         conditions = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
         self._sampling = self.config.sampling.model_copy(update=conditions)
@@ -251,9 +234,6 @@ class Evaluator(Actor):
 
     def stats(self) -> dict[str, float]:
         return self.sampling.stats()
-
-    def works(self) -> tuple[Work, ...]:
-        return self.sampling.works()
 
     def note_loads(self, loads: LoadColumns) -> None:
         self.sampling.dispatch.loads.note(loads)

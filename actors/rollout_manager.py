@@ -19,26 +19,22 @@ import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership, Spawn
 from actors.sampling.jobs import SampleFailed
-from actors.sampling.sampling import Prompts, Sampling, open_rows
+from actors.sampling.sampling import Prompts, RowActor, Sampling
 from actors.sampling.scores import GroupScores
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError, UserError, explain
 from areal.config import Config
-from areal.config.data_section import DataConfig
 from areal.data.rows import Row
-from areal.data.sources import open_source
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.samples.pictures import digests_in, find
-from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Note, Trajectory, row_text
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.workflows.builtin import Workflow
@@ -65,7 +61,6 @@ from protocols.messages import (
     StoredSamples,
     StorePictures,
     StoreSamples,
-    Work,
 )
 
 S = TypeVar("S")
@@ -84,26 +79,12 @@ SAVES = 4
 log = structlog.get_logger()
 
 
-class RolloutManager(Actor):
+class RolloutManager(RowActor):
     role = "rollout_manager"
 
-    @classmethod
-    async def start(
-        cls,
-        member: Membership,
-        open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
-        workflow: Workflow | None = None,
-    ) -> Self:
-        rows = await open_rows(member, open_source, workflow)
-        return cls(member, await Sampling.start(member, load_tokenizer), *rows)
-
     def __init__(self, member: Membership, sampling: Sampling, source: Prompts, workflow: Workflow) -> None:
-        self.member = member
-        self.config, self.directory = member.config, member.directory
-        self.sampling = sampling
+        super().__init__(member, sampling, source, workflow)
         self._rows = TrainingRows(self.config, source, sampling.services)
-        self._workflow = workflow
         self._groups: dict[str, GroupRun] = {}
         self._samples_finished = 0  # in the groups that have ended
         self._moved = 0
@@ -144,9 +125,6 @@ class RolloutManager(Actor):
             "samples_finished": self._samples_finished + sum(group.finished for group in self._groups.values()),
             "moved": self._moved,
         }
-
-    def works(self) -> tuple[Work, ...]:
-        return self.sampling.works()
 
     def note_loads(self, loads: LoadColumns) -> None:
         self.sampling.dispatch.loads.note(loads)

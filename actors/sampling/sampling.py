@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import structlog
 
+from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.sampling.dispatch import Dispatch, flows_of
 from actors.sampling.jobs import SampleFailed, ScoringRules
@@ -144,13 +145,29 @@ class Sampling:
         return sample
 
 
-async def open_rows(
-    member: Membership,
-    open_source: Callable[[DataConfig, int], Prompts] = open_source,
-    workflow: Workflow | None = None,
-) -> tuple[Prompts, Workflow]:
-    """The rows of the run and the workflow that samples them. workflow: in place of the one that the configuration
-    names."""
-    config, settings = member.config, member.config.rollout_manager
-    source = await asyncio.to_thread(open_source, config.data, config.seed)
-    return source, workflow or resolve_workflow(settings.workflow, settings.workflow_options)
+class RowActor(Actor):
+    """A role that samples rows of the data with the run's workflow: rollout manager and evaluator."""
+
+    @classmethod
+    async def start(
+        cls,
+        member: Membership,
+        open_source: Callable[[DataConfig, int], Prompts] = open_source,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
+        workflow: Workflow | None = None,
+    ) -> Self:
+        """workflow: in place of the one that the configuration names."""
+        config, settings = member.config, member.config.rollout_manager
+        source = await asyncio.to_thread(open_source, config.data, config.seed)
+        workflow = workflow or resolve_workflow(settings.workflow, settings.workflow_options)
+        return cls(member, await Sampling.start(member, load_tokenizer), source, workflow)
+
+    def __init__(self, member: Membership, sampling: Sampling, source: Prompts, workflow: Workflow) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self.sampling = sampling
+        self._source = source
+        self._workflow = workflow
+
+    def works(self) -> tuple[Work, ...]:
+        return self.sampling.works()
