@@ -196,8 +196,8 @@ def test_a_run_that_asks_for_an_extension_whose_folder_is_missing_is_refused_bef
         ROOT / "configs/quickstart.yaml", [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     )
     check_extensions(asking)
-    left = {key: entry for key, entry in extensions.own_entries().items() if f"/{extension}" not in entry.source}
-    monkeypatch.setattr(extensions, "own_entries", lambda: left)
+    present = {key: entry for key, entry in extensions.own_entries().items() if f"/{extension}" not in entry.source}
+    monkeypatch.setattr(extensions, "own_entries", lambda: present)
     with pytest.raises(
         UserError, match=rf"^{re.escape(what)} needs the extension `{extension}`, whose folder is missing"
     ):
