@@ -413,6 +413,7 @@ def test_the_table_of_messages_says_who_answers_what() -> None:
     rows = [
         (to.split(", "), set(request.split(", "))) for _, to, request, _ in (line[2:-2].split(" | ") for line in lines)
     ]
+    extensions.part_of("direct", "sender")  # imports its handlers
     elsewhere = {message.__name__ for room in ("weights", "direct") for message in handled_in(f"actors.{room}")}
     assert elsewhere <= set().union(*(requests for _, requests in rows))
     for role in ("master", *ROLES):
