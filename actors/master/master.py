@@ -37,7 +37,7 @@ from actors.master.session_requests import SessionRequests
 from actors.master.training_requests import TrainingRequests
 from actors.runtime import vitals
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
-from actors.watching import prometheus
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import stop_signals
 from areal.base.secrets import without_secrets
@@ -194,7 +194,9 @@ class Master(HandlesRequests):
                 f"The master cannot listen at {error.filename} ({error.strerror}): stop the process that uses the "
                 f"port, or choose another port with master.address=tcp://HOST:PORT or network.ports."
             ) from None
-        prometheus.serve(self.config.observe, "master", 0, lambda: self._numbers)
+        if self.config.observe.prometheus_port:
+            serve = extensions.need("prometheus", "serve", "observe.prometheus_port").load()
+            serve(self.config.observe, "master", 0, lambda: self._numbers)
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request[Message]) -> Awaitable[Message]:

@@ -37,7 +37,7 @@ from actors.runtime.bound_addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
-from actors.watching import prometheus
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import stop_signals
 from areal.config import Config, from_message
@@ -302,7 +302,9 @@ class Membership:
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
-        prometheus.serve(self.config.observe, role, self.index, lambda: self._numbers)
+        if self.config.observe.prometheus_port:
+            serve = extensions.need("prometheus", "serve", "observe.prometheus_port").load()
+            serve(self.config.observe, role, self.index, lambda: self._numbers)
         self._events = EventFeed(self.bus, self.master, welcome.snapshot, self._run_ended)
         self.directory = self._events.directory
         await self._events.take(welcome.snapshot)

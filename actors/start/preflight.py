@@ -152,6 +152,7 @@ def check_extensions(config: Config) -> None:
     trainer = config.trainer
     needed = {
         ("direct", "sender"): config.weights.direct and "weights.transport=direct",
+        ("prometheus", "serve"): config.observe.prometheus_port and "observe.prometheus_port",
         ("trackers", "process"): config.observe.trackers and "observe.trackers",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",

@@ -31,11 +31,11 @@ from actors.sampling.dispatch import Dispatch
 from actors.sampling.jobs import Call, SampleFailed, ended
 from actors.sampling.sampling import Sampling
 from actors.trainer.sample_store import SampleStore
-from actors.watching.prometheus import Numbers
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.extensions.agents import openai_api, openai_endpoint
 from areal.extensions.agents.parsers import Parsed, Parsers
+from areal.extensions.prometheus.prometheus import Numbers
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.samples.trajectory import Group, Note, Trajectory

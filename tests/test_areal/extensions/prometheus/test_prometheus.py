@@ -8,15 +8,15 @@ from urllib.request import Request, urlopen
 import pytest
 from pydantic import ValidationError
 
-from actors.watching import prometheus
 from areal.config.role_sections import ObserveConfig
+from areal.extensions.prometheus import prometheus
 
 
 @pytest.fixture
 def serve():
     servers = []
 
-    def start(port: int | None, role: str = "generator", index: int = 3, token: str | None = None, **numbers: float):
+    def start(port: int, role: str = "generator", index: int = 3, token: str | None = None, **numbers: float):
         config = ObserveConfig(prometheus_port=port, prometheus_token=token)
         servers.append(prometheus.serve(config, role, index, lambda: numbers))
         return servers[-1]
@@ -61,10 +61,6 @@ def test_beyond_this_machine_a_token_is_needed():
     with pytest.raises(ValidationError, match="set observe.prometheus_token"):
         ObserveConfig(prometheus_port=9400, prometheus_host="0.0.0.0")
     ObserveConfig(prometheus_port=9400, prometheus_host="0.0.0.0", prometheus_token="secret")
-
-
-def test_nothing_is_served_unless_it_is_asked_for(serve):
-    assert serve(None, running=1.0) is None
 
 
 def test_an_actor_lives_without_a_port(serve, monkeypatch):

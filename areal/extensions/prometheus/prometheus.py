@@ -35,10 +35,9 @@ class Numbers:
 
 
 def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[str, float]]) -> Any:
-    """Serve the numbers that `read` returns, from threads that end with the process. Returns the HTTP server; None if
-    metrics are not configured, or if no port is free, which does not fail the actor."""
-    if config.prometheus_port is None:
-        return None
+    """Serve the numbers that `read` returns, from threads that end with the process. config: with a port. Returns the
+    HTTP server; None if no port is free, which does not fail the actor."""
+    assert config.prometheus_port is not None
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
     registry = CollectorRegistry()

@@ -1,0 +1,1 @@
+"""The metrics of actors for Prometheus."""
