@@ -40,7 +40,7 @@ import pyarrow.parquet as pq
 from results import show, write
 from runs import ROOT, find_free_port
 
-from areal.data import quickstart
+from areal.data import addition, quickstart
 
 CONFIG = ROOT / "configs" / "examples" / "gateway" / "run.yaml"
 KEY, USERS, GATEWAYS, BOUND = "key-of-the-example", 20, 2, 3
@@ -85,7 +85,7 @@ class Crowd:
             if self.over.is_set():
                 return
             story = Story(f"user-{self.part}-{number}-{count}", self._random.choice((-1.0, -0.5, 0.25, 1.0)), self.part)
-            messages = [{"role": "user", "content": f"{self._random.randrange(99)}+{self._random.randrange(99)}="}]
+            messages = [{"role": "user", "content": addition.make_row(number, count, max_digits=8)["prompt"]}]
             call = {"model": "policy", "messages": messages}
             headers = {"X-Session-Id": story.session, "Idempotency-Key": story.session}
             answer = await self._ask(http, "POST", "chat/completions", call, headers)
@@ -126,6 +126,8 @@ class Crowd:
         """Whether an error says that asking again is in vain."""
         code = (content.get("error") or {}).get("code", "") if isinstance(content, dict) else f"no JSON: {status}"
         self.refusals[f"{status} {code}"] += 1
+        if status == 400 and code != "no_calls":
+            raise SystemExit(f"a request of a user is refused: {content}")
         return code in ("rewarded", "id_in_use", "session_over", "no_calls")
 
 
