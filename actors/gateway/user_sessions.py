@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +148,7 @@ class UserSession:
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
         self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
+        self._questions: dict[str, bytes] = {}  # digests of their messages
         self._saving = asyncio.Lock()
 
     @property
@@ -176,13 +178,18 @@ class UserSession:
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
-        the same one gets the same answer, also if the connection of the first was lost."""
+        the same one gets the same answer, also if the connection of the first was lost. Raises ApiError, also if
+        another call came with this mark."""
         if not mark:
             return await self._turn(request, name, on_text, mark)
         call = self._calls.get(mark)
         if call is None or (call.done() and not is_answered(call)):
+            self._questions[mark] = _question(request)
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
+        elif self._questions[mark] != _question(request):
+            why = "a call with other messages came with this Idempotency-Key: give this one a key of its own"
+            raise ApiError(why, "id_in_use", 409)
         await asyncio.wait([call])
         if call.cancelled():
             raise ApiError(ELSEWHERE, "elsewhere", 409)
@@ -259,6 +266,7 @@ class UserSession:
                 self.sample.messages += map(message_of, request.messages)
             self._add_turn(request, turn.name, answer, turn.mark)
             if turn.mark:
+                self._questions[turn.mark] = _question(request)
                 self._calls[turn.mark] = asyncio.create_task(_same(answer))
         self.sample.account = self.account
         for name, value, mark in notes["rewards"]:
@@ -282,6 +290,11 @@ class UserSession:
 def _since_boot() -> tuple[str, float]:
     """Which boot of which machine this is, and a clock that all its processes share, and nobody sets, in seconds."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), time.monotonic()
+
+
+def _question(request: ChatRequest) -> bytes:
+    """A digest of what the call asks, as far as templates show it."""
+    return sha256(json.dumps([*map(message_of, request.messages)]).encode()).digest()
 
 
 def is_answered(call: asyncio.Task[Answer]) -> bool:

@@ -290,6 +290,18 @@ async def test_the_version_of_an_answer_is_that_of_its_first_token_streamed_or_n
         assert [headers["X-Areal-Version"] for _, _, headers in answers] == ["0"] * 3
 
 
+async def test_one_id_of_calls_with_two_questions_is_refused_here_and_at_the_next_gateway(city):
+    city.says = ["hello"]
+    for index in range(2):
+        async with city.gateway(index) as user:
+            question = {"role": "user", "content": "hi", "name": "Anna"}
+            body = {"model": "m", "messages": [question]}
+            headers = {"X_Session_Id": "s", "Idempotency_Key": "1"}
+            assert text_of(await user.ask("chat/completions", body, **headers)) == "hello"
+            status, body, _ = await user.say("who are you?", Idempotency_Key="1")
+            assert (status, body["error"]["code"]) == (409, "id_in_use")
+
+
 @pytest.mark.parametrize("end", ["it expires", "its reward comes", "it is deleted"])
 async def test_a_call_that_was_answered_is_not_answered_otherwise_once_its_session_has_ended(city, end):
     city.says = ["hello", "another answer"]
