@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from areal.base import extensions
 from areal.base.command_line import output
 from areal.base.errors import UserError, explain
 from areal.base.text import without_code
@@ -98,6 +99,8 @@ def read_model(config: Config) -> ModelSizes:
     folder, trainer = Path(config.model).expanduser(), config.trainer
     folder = folder if folder.is_dir() else find_model(config.model, "model", weights=False)
     check_trainable(folder, trainer.sequence_parallel, config.generator.max_model_len)
+    for check in extensions.find_own("model_check"):
+        check(trainer, folder, trainer.expert_parallel * trainer.tensor_parallel)
     sizes, module = read_modules(config.model)
     try:
         activations = [measure_activations(sizes, trainer, checkpointing=on) for on in (False, True)]
@@ -128,6 +131,9 @@ def read_model(config: Config) -> ModelSizes:
         part=max(map(sum, parts), default=0),
         part_tensor=max((max(part, default=0) for part in parts), default=0),
         merged=sum(n for name, n in whole.items() if name.endswith("experts.gate_up_proj")),
+        experts=sum(n for name, n in numbers.items() if ".experts." in name),
+        inner=sum(n for name, n in numbers.items() if re.search(r"\.([qkvo]|gate|up|down)_proj\.", name)),
+        chosen=experts_of(sizes)[1],
     )
 
 
@@ -159,6 +165,7 @@ def table(split: Plan, device_gib: float) -> Table:
     result.add_row("tokens/s, at most", f"{split.generated:,.0f}", f"{split.trained:,.0f}")
     result.add_row("in use", *(f"{split.throughput / most:.0%}" for most in (split.generated, split.trained)))
     result.add_row("sequences at once", f"{split.sequences}, {split.longest_sequences} at full length", "")
+    result.add_row("received by a rank for a micro-batch", "", f"{split.received / 1e9:.1f} GB")
     parts = split.generation, asdict(split.training) | {f"together, of {device_gib:g}": split.training.total}
     for name in dict.fromkeys([*parts[0], *parts[1]]):
         cells = (f"{part[name] / GIB:.1f} GiB" if part.get(name) else "" for part in parts)

@@ -43,7 +43,9 @@ class ModelSizes:
     `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters in pinned host
     memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor. `part`,
     `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`: those
-    of trained experts that are two matrices in one, which are stored apart, as copies. `heads`: of attention."""
+    of trained experts that are two matrices in one, which are stored apart, as copies. `heads`: of attention.
+    `experts`, `inner`: parameters of experts, and of what `trainer.tensor_parallel` divides. `chosen`: experts of a
+    token in a layer."""
 
     parameters: int
     trained: int
@@ -62,6 +64,9 @@ class ModelSizes:
     part_tensor: int = 0
     merged: int = 0
     heads: int = 0
+    experts: int = 0
+    inner: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class Plan:
     """A split of the devices. `memory_share`: of a generator's device. `sequences`: sequences of the mean length that
     one generator can run at once, at most max_concurrent_rollouts; `longest_sequences`: of the greatest length.
     `generated`, `trained`: tokens/s that generators and trainer can do; `throughput`: the slower of both limits both,
-    and on one device they take turns. `changes`: keys of `trainer` that the plan sets besides."""
+    and on one device they take turns. `received`: bytes that a rank receives for a micro-batch (`traffic`).
+    `changes`: keys of `trainer` that the plan sets besides."""
 
     generators: int
     tensor_parallel: int
@@ -120,6 +126,7 @@ class Plan:
     generated: float
     trained: float
     throughput: float
+    received: float
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -162,13 +169,15 @@ def training_memory(
       the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
       a time (assumed). The reference model has weights alone.
+    * Experts that are divided, or tensors, are so at every stage, and ZeRO divides the parts among the ranks that have
+      the same ones.
     * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
       both divided among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and
       what is offloaded.
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
-    of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
+    of_weights, of_gradients, of_optimizer = (_divisor(config, model, ranks, stage >= least) for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     offload = trainer.offload != "none"
     elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
@@ -187,13 +196,41 @@ def training_memory(
     )
 
 
+def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> float:
+    """By how much the parameters of a rank are fewer than the model's. by_zero: whether ZeRO divides them, too."""
+    trainer = config.trainer
+    apart = model.experts if trainer.expert_parallel > 1 else model.inner if trainer.tensor_parallel > 1 else 0
+    parts = ranks if by_zero else trainer.expert_parallel * trainer.tensor_parallel
+    others = ranks // trainer.tensor_parallel if by_zero else 1
+    return model.parameters / (apart / parts + (model.parameters - apart) / others)
+
+
+def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int) -> float:
+    """Bytes that a rank receives for a micro-batch, and for its share of an optimizer step where ZeRO gathers nothing.
+
+    ZeRO 3 gathers the weights of a layer forward and backward, and sends fp32 gradients. Experts that are divided over
+    all ranks stay where they are: each token goes to its experts and comes back, and so do gradients. Ranks with parts
+    of tensors sum the hidden states twice in a layer. Passes are done again for checkpointing."""
+    trainer, size = config.trainer, BYTES[config.trainer.dtype]
+    tokens, passes = row_tokens(config, ranks, longest) / trainer.sequence_parallel, 3 if checkpointing else 2
+    states = size * tokens * model.hidden * model.layers * passes
+    n, m = trainer.expert_parallel, trainer.tensor_parallel
+    sent = states * model.chosen * 2 * (n - 1) / n + states * 2 * 2 * (m - 1) / m
+    apart = model.experts if n > 1 else model.inner if m > 1 else 0
+    of_weights = 2 * size + 4 if stage == 3 else 4
+    for parameters, holders in ((apart / (n * m), ranks // (n * m)), (model.parameters - apart, ranks // m)):
+        sent += of_weights * parameters * (holders - 1) / holders
+    return sent
+
+
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
     """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
     copy in fp32; a tensor of a layer that is larger than the bucket is sent alone. The gradient that is copied exists
     besides, in the weights' type. At stage 3 DeepSpeed also keeps up to LIVE_PARAMETERS gathered, but never less than a
     module: the experts of a layer are one, and so are their gradients where one is sent alone. Weights that are sent
     straight into engines take what `sending_bytes` says."""
-    size = BYTES[config.trainer.dtype]
+    size, parts = BYTES[config.trainer.dtype], config.trainer.expert_parallel * config.trainer.tensor_parallel
+    model = replace(model, part=model.part // parts, part_tensor=model.part_tensor // parts)
     buckets: float = sending_bytes(size * model.largest) if config.weights.direct else 0
     if stage or ranks > 1:
         elements = min(max(model.bucket, model.part_tensor) if stage else LARGEST_BUCKET, model.trained)
@@ -237,8 +274,9 @@ class Planner:
         if not (splits := self._splits()):
             raise UserError(
                 f"{self.devices} devices cannot be split into generators of {self.config.generator.tensor_parallel} "
-                f"devices and trainer ranks in multiples of {self.config.trainer.sequence_parallel} "
-                f"(trainer.sequence_parallel): take another number of devices."
+                f"devices and trainer ranks in multiples of {self._together} "
+                f"(trainer.sequence_parallel, trainer.expert_parallel, trainer.tensor_parallel): take another number "
+                f"of devices."
             )
         needed = training_memory(self.config, self.model, splits[0][1], 3, True, self.work.sequence).total
         others = ", ".join(map(str, self.alternatives()))
@@ -265,7 +303,8 @@ class Planner:
             for way in islice(self._ways(ranks), 1):
                 g, t = count * n * self.work.generation_rate, ranks * self.work.training_rate
                 throughput = g * t / (g + t) if self._alone else min(g, t)
-                plans.append(Plan(count, n, ranks, *way, generation, share, *sequences, g, t, throughput))
+                received = traffic(self.config, self.model, ranks, *way[:2], self.work.sequence)
+                plans.append(Plan(count, n, ranks, *way, generation, share, *sequences, g, t, throughput, received))
         return max(plans, key=lambda split: split.throughput, default=None)
 
     def alternatives(self) -> list[Plan]:
@@ -309,6 +348,12 @@ class Planner:
         return self.devices == self.config.generator.tensor_parallel == 1
 
     @property
+    def _together(self) -> int:
+        """The least number of ranks that compute together: others are multiples of it."""
+        trainer = self.config.trainer
+        return math.lcm(trainer.sequence_parallel, trainer.expert_parallel, trainer.tensor_parallel)
+
+    @property
     def _room(self) -> float:
         """Bytes of a device for training."""
         return (TRAINER_SHARE - (SHARED if self._alone else 0)) * self.device_bytes
@@ -326,8 +371,8 @@ class Planner:
             yield {"offload": "all", "zero_stage": 3}
 
     def _splits(self) -> list[tuple[int, int]]:
-        """Numbers of generators and of ranks. Ranks are whole groups that compute rows together."""
-        n, together = self.config.generator.tensor_parallel, self.config.trainer.sequence_parallel
+        """Numbers of generators and of ranks. Ranks are whole groups that compute together."""
+        n, together = self.config.generator.tensor_parallel, self._together
         pairs = [(count, self.devices - n * count) for count in range(1, (self.devices - 1) // n + 1)]
         return [(count, ranks) for count, ranks in ([(1, 1)] if self._alone else pairs) if not ranks % together]
 

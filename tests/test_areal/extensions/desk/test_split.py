@@ -19,6 +19,7 @@ from areal.config.engine_sections import WeightsConfig
 from areal.config.trainer_section import TrainerConfig
 from areal.extensions.desk import activations
 from areal.extensions.desk import plan as command
+from areal.extensions.desk import split as split_module
 from areal.extensions.desk.activations import Activations, measure_activations
 from areal.extensions.desk.split import (
     GIB,
@@ -316,6 +317,54 @@ def test_the_plan_of_what_others_run(name):
         assert (split.ranks, split.generating_devices, split.zero_stage) == (training, generating, stage)
 
 
+DIVIDED_30B = replace(QWEN_30B, experts=48 * 603_979_776, chosen=8)
+DENSE_32B = replace(LARGE, parameters=32_762_123_264, trained=32_762_123_264, inner=31_205_621_760, layers=64)
+
+
+def divided(model: ModelSizes, **trainer) -> tuple[ModelSizes, Config]:
+    return model, config(trainer={"dtype": "bfloat16", "max_tokens_per_microbatch": 16_384, **trainer})
+
+
+def test_experts_stay_where_they_are_and_tokens_travel():
+    def received(ranks: int, **trainer) -> float:
+        model, settings = divided(DIVIDED_30B, **trainer)
+        return split_module.traffic(settings, model, ranks, 3, True, 16_384)
+
+    assert received(16) == 8 * QWEN_30B.parameters * 15 / 16  # weights twice in bf16, gradients once in fp32
+    tokens = 2 * 16_384 * 2048 * 8 * 48 * 3 * 2  # there and back, in three passes
+    others = QWEN_30B.parameters - DIVIDED_30B.experts
+    assert received(8, expert_parallel=8) == tokens * 7 / 8 + 8 * others * 7 / 8
+    halved = tokens * 7 / 8 + 8 * (DIVIDED_30B.experts / 8 / 2 + others * 15 / 16)
+    assert received(16, expert_parallel=8) == pytest.approx(halved)
+
+
+def test_divided_weights_are_fewer_on_a_rank_at_each_stage_of_zero():
+    def weights(stage: int, ranks: int, model: ModelSizes, **trainer) -> float:
+        model, settings = divided(model, **trainer)
+        return training_memory(settings, model, ranks, stage, True, 2048).weights / 2
+
+    others = QWEN_30B.parameters - DIVIDED_30B.experts
+    assert weights(1, 16, DIVIDED_30B, expert_parallel=8) == pytest.approx(others + DIVIDED_30B.experts / 8)
+    assert weights(3, 16, DIVIDED_30B, expert_parallel=8) == pytest.approx(QWEN_30B.parameters / 16)
+    outer = DENSE_32B.parameters - DENSE_32B.inner
+    assert weights(2, 8, DENSE_32B, tensor_parallel=4) == pytest.approx(outer + DENSE_32B.inner / 4)
+    assert weights(3, 8, DENSE_32B, tensor_parallel=4) == pytest.approx(outer / 2 + DENSE_32B.inner / 8)
+
+
+def test_a_layers_experts_are_gathered_as_parts_where_they_are_divided():
+    def buckets(**trainer) -> float:
+        model, settings = divided(replace(DIVIDED_30B, parameters=10**9), **trainer)
+        return training_memory(settings, model, 16, 3, True, 2048).buckets
+
+    assert buckets(expert_parallel=8) < buckets()
+
+
+def test_ranks_are_whole_groups_of_all_kinds():
+    settings = config(trainer={"sequence_parallel": 2, "expert_parallel": 3})
+    with pytest.raises(UserError, match=r"trainer ranks in multiples of 6 .trainer.sequence_parallel, trainer.expert_"):
+        Planner(settings, LARGE, PAPER, 6, 80 * GIB).plan()
+
+
 def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_take():
     largest = 622_329_856  # embedding of Qwen3-8B: 151,936 x 4,096
     model = replace(LARGE, largest=largest)
@@ -467,7 +516,8 @@ def test_a_model_is_counted_from_its_config_json(file, monkeypatch):
     pinned = sum(2 ** math.ceil(math.log2(2 * shape)) for shape in shapes)
     activations = model.activations, model.checkpointed
     sizes = ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, *activations, 128, parameters, pinned, 1000 * 64)
-    assert model == replace(sizes, part=64 * 128, part_tensor=64 * 128, heads=4)
+    inner = 4 * (attention - 2 * 32 + 3 * 64 * 128)
+    assert model == replace(sizes, part=64 * 128, part_tensor=64 * 128, heads=4, inner=inner)
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4
