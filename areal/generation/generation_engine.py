@@ -188,7 +188,8 @@ class GenerationEngine:
         use = _Use(seed, lora, sleeps, transfer, routes, kept_words)
         core, stops = await asyncio.to_thread(_start_core, model, config, use)
         limits = core.vllm_config.model_config
-        sizes = limits.get_vocab_size(), limits.max_model_len, kept_words, kept_logprobs
+        vocabulary = limits.get_vocab_size()
+        sizes = vocabulary, limits.max_model_len, min(kept_words, vocabulary), kept_logprobs
         facts = _Model(model, shapes, tied, lora, stops, *sizes)
         engine = cls(core, config, facts, version)
         if lora:

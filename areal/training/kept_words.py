@@ -16,11 +16,11 @@ from areal.training.packed import PackedRow
 def with_kept_words(row: PackedRow, words: Tensor) -> PackedRow:
     """The row with all kept words of its S tokens as further targets, those of one token after another's. words: int64
     [S, k], below 0 where there is none."""
-    kept = words >= 0
+    present = words >= 0
     return replace(
         row,
-        distribution=torch.cat([row.distribution, row.distribution[kept.nonzero()[:, 0]]]),
-        targets=torch.cat([row.targets, words[kept]]),
+        distribution=torch.cat([row.distribution, row.distribution[present.nonzero()[:, 0]]]),
+        targets=torch.cat([row.targets, words[present]]),
     )
 
 
@@ -30,6 +30,6 @@ def among_kept_words(words: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor
     (logp, _, *values), count = outputs, len(words)
     of_words = torch.full(words.shape, -math.inf, device=logp.device).masked_scatter(words >= 0, logp[count:])
     mass = of_words.logsumexp(1)
-    among = of_words - mass[:, None]
-    entropy = -(among.exp() * among.masked_fill(words < 0, 0.0)).sum(1)
-    return logp[:count] - mass, entropy, *(of_tokens[:count] for of_tokens in values), mass, among
+    policy = of_words - mass[:, None]
+    entropy = -(policy.exp() * policy.masked_fill(words < 0, 0.0)).sum(1)
+    return logp[:count] - mass, entropy, *(of_tokens[:count] for of_tokens in values), mass, policy

@@ -114,11 +114,12 @@ class Passes:
         `kept_mass`: the log of what all kept words of a token have of the whole distribution. Beside the column
         `kept_logprobs` it gains `kept_policy`, log pi_theta of these words."""
         if row.kept_words is not None:
-            every = self._compute(module, whole := with_kept_words(row, row.kept_words), whole, temperature)
-            *outputs, mass, among = among_kept_words(row.kept_words, every)
+            extended = with_kept_words(row, row.kept_words)
+            every = self._compute(module, extended, extended, temperature)
+            *outputs, mass, policy = among_kept_words(row.kept_words, every)
             row.columns["kept_mass"] = mass.detach()
             if "kept_logprobs" in row.columns:
-                row.columns["kept_policy"] = among
+                row.columns["kept_policy"] = policy
             return tuple(outputs)
         if self._together.size == 1:
             return self._compute(module, row, row, temperature)

@@ -361,11 +361,11 @@ class TrainingEngine:
             of_row = [row.columns[name] for name in ("proximal", "advantages")]
             of_row.append(row.columns.get("kept_mass", torch.zeros_like(of_row[0])))
             values[:, torch.from_numpy(row.batch_index)] = torch.stack(of_row).float().cpu()
-        *found, mass = self.messages.sum(values, counts=self._together.first)[:, flat.by_sample()]
+        *of_tokens, mass = self.messages.sum(values, counts=self._together.first)[:, flat.by_sample()]
         self.whole_logprobs = np.where(
-            np.repeat(flat.minibatch == 0, flat.lengths)[flat.by_sample()], found[0] + mass, 0
+            np.repeat(flat.minibatch == 0, flat.lengths)[flat.by_sample()], of_tokens[0] + mass, 0
         )
-        return TokenValues(*found)
+        return TokenValues(*of_tokens)
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""

@@ -14,9 +14,9 @@ def score_centring(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
     The gradient's mean under q is 0, which it is not without the sum where q is another policy than pi_theta.
     """
-    kept, q = tokens.columns["kept_words"] >= 0, tokens.columns["kept_logprobs"]
-    p = torch.where(kept, tokens.columns["kept_policy"], 0.0)
+    present, q = tokens.columns["kept_words"] >= 0, tokens.columns["kept_logprobs"]
+    p = torch.where(present, tokens.columns["kept_policy"], 0.0)
     w = behaviour_weight(replace(tokens, logp_prox=tokens.logp.detach()), config)
     w_of_words = behaviour_weight(replace(tokens, logp_prox=p.detach(), logp_behav=q), config)
-    mean = (torch.where(kept, q.exp() * w_of_words, 0.0) * p).sum(1)
+    mean = (torch.where(present, q.exp() * w_of_words, 0.0) * p).sum(1)
     return TokenLoss(loss=-tokens.A * (w * tokens.logp - mean), clipped=w == 0)
