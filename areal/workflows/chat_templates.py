@@ -270,8 +270,8 @@ def _in_parts(tokenizer: Any, template: str) -> bool:
             shown = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         except Exception:  # templates may raise anything, and the messages themselves will tell
             continue
-        if _LAST in shown:  # and not as a list that is written out
-            return content is not _LAST and str(content) not in shown
+        if _LAST in shown:  # and not as a part that is written out
+            return content is not _LAST and str(_parts(_LAST)[0]) not in shown
     return False
 
 

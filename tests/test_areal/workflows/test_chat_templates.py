@@ -318,6 +318,9 @@ def test_a_template_that_shows_a_part_of_a_message_is_refused():
     Conversation(of).prompt([user("two words here")])
     with pytest.raises(ValueError, match="does not show 'two words here and more', which the role user says"):
         Conversation(of).prompt([user("two words here and more")])
+    first = tokenizer(TEXT.replace("m.content", "m.content | first") + PROMPT)
+    with pytest.raises(ValueError, match="does not show 'two', which the role user says"):
+        Conversation(first).prompt([user("two")])
 
 
 def test_a_template_that_shows_no_tools_or_not_all_is_refused():
