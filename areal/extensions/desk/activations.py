@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from areal.config.trainer_section import TrainerConfig
 from areal.training.attention import attention_kwargs, choose_attention
+from areal.training.flops import experts_of
 from areal.training.packed import empty_row
 from areal.weights.lora import add_adapters
 
@@ -35,11 +36,13 @@ class Activations(NamedTuple):
 
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
     """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
-    small, large = of_layers(sizes, 2), of_layers(sizes, 4)
+    small, large, scale = of_layers(sizes, 2), of_layers(sizes, 4), 1
+    if trainer.dtype == "float32" and any(experts_of(sizes)):  # without data torch multiplies experts in bf16 alone
+        trainer, scale = trainer.model_copy(update={"dtype": "bfloat16"}), 2
     few, many = (_passes(layers, trainer, checkpointing) for layers in (small, large))
     layers, more = small.num_hidden_layers, large.num_hidden_layers
     times = (sizes.num_hidden_layers - layers) / (more - layers)
-    return Activations(*(a + times * (b - a) for a, b in zip(few, many, strict=True)))
+    return Activations(*(scale * (a + times * (b - a)) for a, b in zip(few, many, strict=True)))
 
 
 def of_layers(sizes: Any, per_kind: int) -> Any:

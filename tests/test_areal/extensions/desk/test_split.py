@@ -260,6 +260,8 @@ def test_the_gradients_of_experts_do_not_grow_with_the_number_of_tokens(monkeypa
         monkeypatch.setattr(activations, "TOKENS", tokens)
         peaks.append(measure_activations(sizes, TrainerConfig(dtype="bfloat16"), checkpointing=True).peak)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    in_fp32 = measure_activations(sizes, TrainerConfig(dtype="float32"), checkpointing=True)
+    assert in_fp32.peak == 2 * peaks[1]
 
 
 # Qwen3-30B-A3B and Qwen3-235B-A22B, from their config.json, as `areal plan` reads them.
