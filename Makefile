@@ -1,7 +1,12 @@
-# `make run` trains the quickstart; `make test` runs the tests that are not slow, `make test-all` all of them. Each sets up
-# .venv first, once.
+# `make run` trains the quickstart; `make test` runs the tests that are not slow, `make test-all` all of them, and
+# `make test` on the other Python of 3.11 and 3.12 if it is here. Each sets up .venv first, once. On Python 3.13 everything
+# installs, and the tests without engines pass; no engine was started on it, so it is not taken yet.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The other Pythons of this machine that this project takes.
+OTHERS = $(shell for minor in 11 12; do for at in $$(command -v python3.$$minor) ~/.pyenv/versions/3.$$minor.*/bin/python3; do \
+  [ -x "$$at" ] && ! $(BIN)/python -V | grep -q " 3\.$$minor\." && echo 3.$$minor=$$at && break; done; done)
 EXTRA := $(shell { command -v nvidia-smi || ls /dev/nvidia0; } >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 PIP_SHOWN := $(filter-out --quiet,$(PIP)) # with progress
@@ -10,6 +15,8 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
+export CHECK := import sys; (3, 11) <= sys.version_info[:2] <= (3, 12) or \
+  sys.exit("Python %d.%d is neither 3.11 nor 3.12: rm -r $(VENV), then make setup PYTHON=python3.12" % sys.version_info[:2])
 export TYPED := The pages' commands begin with .venv/bin/areal; after `. .venv/bin/activate` it is areal.
 
 .PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup vision clean
@@ -18,10 +25,16 @@ run: setup
 	$(BIN)/python run.py $(ARGS)
 
 test: setup
+	$(BIN)/python -V
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# Then `make test` with each other Python, in environments below build.
 test-all: setup
+	$(BIN)/python -V
 	$(PYTEST) $(ARGS)
+	for other in $(OTHERS); do \
+	  $(MAKE) test VENV=build/python$${other%%=*} PYTHON=$${other#*=} || exit 1; \
+	done
 
 # The engine's tests on vLLM's model runner of GPUs, interpreted: minutes. Triton has a folder of its own, 1 GB; in .venv
 # all other tests would import it too.
@@ -47,8 +60,8 @@ bench: setup
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 # All tests, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
-coverage:
-	$(MAKE) test-all ARGS="--cov --cov-report=term --cov-report=html:build/coverage $(ARGS)"
+coverage: setup
+	$(PYTEST) --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -63,12 +76,13 @@ docs: setup
 	$(BIN)/python docs/site/configuration.py
 	$(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
 
-setup: .venv/installed-$(EXTRA)
+setup: $(VENV)/installed-$(EXTRA)
 
 # uv can override and leave out packages. It does not read pip's configuration, so the index configured there is passed on.
-.venv/installed-cpu: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "PyTorch, vLLM and DeepSpeed are installed into .venv, once: 0.9 GB to download (3.3 GB without PyTorch's CPU"
+$(VENV)/installed-cpu: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "$$CHECK"
+	@echo "PyTorch, vLLM and DeepSpeed are installed into $(VENV), once: 0.9 GB to download (3.3 GB without PyTorch's CPU"
 	@echo "build), in two to ten minutes. Then the first start compiles what is imported."
 	$(PIP) uv==0.13.9
 	$(PIP_SHOWN) --no-deps torch==2.13.0+cpu 2>/dev/null || \
@@ -80,9 +94,10 @@ setup: .venv/installed-$(EXTRA)
 	@echo "$$TYPED"
 
 # By pip: uv would choose cuda-python 12.6 for vLLM's flashinfer, whose files overwrite those of cuda-bindings 13.
-.venv/installed-cuda: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "PyTorch, vLLM and DeepSpeed for CUDA are installed into .venv, once: several GB, in five to fifteen minutes."
+$(VENV)/installed-cuda: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "$$CHECK"
+	@echo "PyTorch, vLLM and DeepSpeed for CUDA are installed into $(VENV), once: several GB, in five to fifteen minutes."
 	$(PIP_SHOWN) --editable '.[cuda,test]'
 	touch $@
 	@echo "$$TYPED"
@@ -93,9 +108,9 @@ vision: setup
 	$(BIN)/python -c "import torchvision" 2>/dev/null || $(PIP) --no-deps torchvision==0.28.0+cpu 2>/dev/null || \
 	  $(PIP) --no-deps torchvision==0.28.0
 	$(BIN)/python -c "import torchvision" 2>/dev/null || \
-	  cat configs/torchvision.txt >> "$$(echo .venv/lib/python3*/site-packages/torchvision/extension.py)"
+	  cat configs/torchvision.txt >> "$$(echo $(VENV)/lib/python3*/site-packages/torchvision/extension.py)"
 	$(BIN)/python -c "import torchvision"
 	$(PIP) num2words==0.5.14  # SmolVLM's processor imports it
 
 clean:
-	rm -rf .venv runs build
+	rm -rf $(VENV) runs build

@@ -407,6 +407,14 @@ async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(
             "The objective needs_a_lock uses LOCK of this process: define it in needs_a_lock",
         ),
         (lambda: areal.train(model="none", data=[{"prompt": "1"}], reward=length, data_=1), "Unknown key 'data_'"),
+        (
+            lambda: areal.train(model="quickstart", trainer={"lr": 1e-5}, **{"trainer.lr": 1e-4}),
+            "The call has 'trainer.lr' twice, also in trainer={...}",
+        ),
+        (
+            lambda: areal.train(model="quickstart", workflow=lambda session, row: 0),
+            "The workflow 'workflow' is no async",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_raises_a_user_error_and_leaves_nothing(tmp_path, monkeypatch, call, sentence):
