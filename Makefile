@@ -1,11 +1,10 @@
 # `make run` trains the quickstart; `make test` runs the tests that are not slow, `make test-all` all of them, and
-# `make test` on the other Python of 3.11 and 3.12 if it is here. Each sets up .venv first, once. On Python 3.13 everything
-# installs, and the tests without engines pass; no engine was started on it, so it is not taken yet.
+# `make test` on each other Python from 3.11 to 3.13 that is here. Each sets up .venv first, once.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The other Pythons of this machine that this project takes.
-OTHERS = $(shell for minor in 11 12; do for at in $$(command -v python3.$$minor) ~/.pyenv/versions/3.$$minor.*/bin/python3; do \
+OTHERS = $(shell for minor in 11 12 13; do for at in $$(command -v python3.$$minor) ~/.pyenv/versions/3.$$minor.*/bin/python3; do \
   [ -x "$$at" ] && ! $(BIN)/python -V | grep -q " 3\.$$minor\." && echo 3.$$minor=$$at && break; done; done)
 EXTRA := $(shell { command -v nvidia-smi || ls /dev/nvidia0; } >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
@@ -15,8 +14,8 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-export CHECK := import sys; (3, 11) <= sys.version_info[:2] <= (3, 12) or \
-  sys.exit("Python %d.%d is neither 3.11 nor 3.12: rm -r $(VENV), then make setup PYTHON=python3.12" % sys.version_info[:2])
+export CHECK := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or \
+  sys.exit("Python %d.%d is none of 3.11 to 3.13: rm -r $(VENV), then make setup PYTHON=python3.12" % sys.version_info[:2])
 export TYPED := The pages' commands begin with .venv/bin/areal; after `. .venv/bin/activate` it is areal.
 
 .PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup vision clean
