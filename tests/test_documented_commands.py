@@ -115,6 +115,7 @@ FAST = {
 SLOW = {
     "async_vs_sync": {"ratio", "spread"},
     "generator_overhead": {"baseline", "ratio", "spread", "tokens_per_second"},
+    "hostile_key": {"hostile", "seconds_attacked", "seconds_quiet", "users"},
     "interrupt": {"ratio", "spread", "with", "without"},
     "memory": {"tiny, areal.training.head", "tiny, whole logits"},
     "nodes": {"partition_seconds", "ratio"},

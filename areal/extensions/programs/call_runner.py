@@ -10,9 +10,11 @@ Programs may use, without importing them, the modules and names that LeetCode an
 """
 
 import builtins
+import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator, MappingView, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -23,6 +25,8 @@ MODULES = (
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 RECURSION = 50_000
+# Of what a result is iterated over for.
+MOST_ITEMS = 1_000_000
 
 
 def builtins_of_programs():
@@ -41,11 +45,15 @@ def call(program, name, arguments):
 
 
 def plain(value):
-    """Numbers and arrays that JSON does not know as those that it knows. Raises TypeError."""
+    """Numbers, arrays, sets and what is iterated over, which JSON does not know, as what it knows. Raises TypeError."""
     if hasattr(value, "tolist"):  # numpy
         return value.tolist()
     if isinstance(value, (Decimal, Fraction)):
         return float(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Iterator | Sequence | MappingView):  # also a generator, which may have no end
+        return list(itertools.islice(value, MOST_ITEMS))
     raise TypeError
 
 

@@ -64,6 +64,7 @@ CODE_CONTESTS_PYTHON = 3
 UNPACKED_BYTES = 256 << 20
 # How many of a row's solutions are tried until one passes.
 MOST_SOLUTIONS = 5
+_EMPTIED = "[b.clear() for b in a if hasattr(b, 'clear')]"
 # What functions do that compute nothing. Tests that one of them passes are worth nothing.
 TRIVIAL = {
     "functions return None": "return None",
@@ -74,13 +75,25 @@ TRIVIAL = {
     "functions return True": "return True",
     "functions return nan": "return float('nan')",
     "functions return inf": "return float('inf')",
+    "functions return -inf": "return float('-inf')",
+    "functions return {}": "return {}",
+    "functions return an empty set": "return set()",
+    "functions return an empty array": "return __import__('numpy').array([])",
+    "functions return many numbers as a text": "return ' '.join(map(str, range(-1000, 10_000)))",
+    "functions return [0, 0, 0], and later []": """\
+calls = globals().setdefault('_calls', [])
+    calls.append(0)
+    return [0] * 3 if len(calls) == 1 else []""",
     "functions return a long range": "return range(10**12)",
     "functions return an infinite half": "return __import__('numpy').float16('inf')",
     "functions return their first argument": "return a[0] if a else None",
     "functions return their first argument, emptied": "return a and (hasattr(a[0], 'clear') and a[0].clear() or a[0])",
-    "functions set all values of their first argument to 0": """\
-for key in [*a[0]] if isinstance(a and a[0], dict) else range(len(a[0])) if isinstance(a and a[0], list) else ():
-        a[0][key] = 0
+    "functions empty all their arguments and return an empty text": f"{_EMPTIED}\n    return ''",
+    "functions empty all their arguments and return 0": f"{_EMPTIED}\n    return 0",
+    "functions set all values of their arguments to 0": """\
+for b in a:
+        for key in [*b] if isinstance(b, dict) else range(len(b)) if isinstance(b, list) else ():
+            b[key] = 0
     return 0""",
     "functions print many numbers": "print(*range(100_000), sep='\\n')",
     "functions raise an error": "raise ValueError",
@@ -315,6 +328,11 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
         needs = static_checks.needs_of((*prepare, *tests), pytest_style, _defined(row))
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
+    if needs.constants:
+        raise RewardError(
+            f"the row's tests use {needs.constants[0]}, a constant that nobody defines but the program, which could "
+            f"set it so that they pass: define it in the tests"
+        )
     if not needs.can_fail and defines_check:
         raise RewardError("the row's tests define check, but neither they nor entry_point name what it is to check")
     if not needs.can_fail:

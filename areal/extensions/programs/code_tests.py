@@ -50,6 +50,7 @@ _SOURCES = {
 }
 # Why a row is refused whose solutions do not pass.
 FAILS = "the row's own solution does not pass them so"
+REFUSED_OUTSIDE = "the row's tests cannot be judged outside the program"
 # CPU time of a program that computes nothing, and of its tests.
 _TRIVIAL_SECONDS = 1.0
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
@@ -103,7 +104,7 @@ class CodeTests:
             return "outside"
         if self._config.tests == "outside":
             raise RewardError(
-                f"the row's tests cannot be judged outside the program: {outside}: remove the row, or set "
+                f"{REFUSED_OUTSIDE}: {outside}: remove the row, or set "
                 f"sandbox.tests=inside_where_needed (areal docs sandbox)"
             )
         if inside := await self._once(self._hindrance, "inside", tests, *programs):
@@ -312,6 +313,8 @@ def _same_value(value: Any, expected: Any) -> bool:
             return len(value) == len(expected) and all(map(_same_value, value, expected))
         case dict(), dict():
             return value.keys() == expected.keys() and all(_same_value(value[key], expected[key]) for key in expected)
+        case float(), float() if math.isnan(value) and math.isnan(expected):
+            return True
         case int() | float(), float():
             return value == expected or math.isclose(
                 value, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE

@@ -28,6 +28,8 @@ PURE = {
 }
 IMPURE = ("unittest.mock", "numpy.ctypeslib")
 RUNNERS = {"eval", "exec", "compile", "open", "input", "__import__"}
+# What calls of functions begin with that fail the test.
+CHECKS = ("assert", "fail", "raises", "warns", "deprecated_call")
 FIXTURES = {"tmp_path", "tmp_path_factory", "tmpdir", "tmpdir_factory", "monkeypatch", "caplog", "capfd", "recwarn"}
 # The attributes that data may have.
 DATA = (*plain_data.BASES, bool, type(None), BaseException, OSError, SystemExit, UnicodeError, np.ndarray)
@@ -38,7 +40,16 @@ LIBRARIES = {
     *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
 }
 # What tests replace in their own process alone or does not cross, looks into objects, or arrives as no class of theirs.
-BEYOND = {"stdin", "seed", "setrecursionlimit", "__cause__", "__context__"}
+BEYOND = {
+    "stdin",
+    "seed",
+    "setrecursionlimit",
+    "__cause__",
+    "__context__",
+    "warns",
+    "catch_warnings",
+    "deprecated_call",
+}
 LOOKS = {"hasattr", "getattr", "setattr", "delattr", "vars", "callable"}
 CAUGHT_ALONE = {"AssertionError", "AttributeError", "NameError", "KeyboardInterrupt", "GeneratorExit", "StopIteration"}
 
@@ -47,11 +58,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """names: what the tests use and expect the program to define. can_fail: False if no code that runs can fail, or
+    """names: what the tests use and expect the program to define. constants: those of them that are neither called nor
+    caught, and are named as constants. can_fail: False if no code that runs can fail, or
     none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. beyond: why
     right programs would not pass tests that run outside them, or None."""
 
     names: tuple[str, ...]
+    constants: tuple[str, ...]
     can_fail: bool
     unsafe: str | None
     beyond: str | None
@@ -78,7 +91,10 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
     defined = {node.name for node in nodes if isinstance(node, Function)}
     can_fail = uses_program and any(_may_fail(node, defined) for node in reached)
     unsafe = next(filter(None, (_unsafe(node, defined) for node in nodes)), None)
-    return Needs(tuple(sorted(names)), can_fail, unsafe, _beyond(trees, nodes, reached, names))
+    constants = sorted(
+        name for name in names - functions - _used_otherwise(reached) if name.isupper() and not _is_class(name)
+    )
+    return Needs(tuple(sorted(names)), tuple(constants), can_fail, unsafe, _beyond(trees, nodes, reached, names))
 
 
 @lru_cache(maxsize=64)
@@ -92,6 +108,12 @@ def is_pytest_style(sources: tuple[str, ...]) -> bool:
         for source in sources
         for node in ast.parse(source).body
     )
+
+
+def _used_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that are called, or caught as exceptions."""
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return called | {part.id for node in nodes for part in _caught(node) if isinstance(part, ast.Name)}
 
 
 def _reached(trees: Sequence[ast.AST], pytest_style: bool) -> Iterator[ast.AST]:
@@ -125,9 +147,9 @@ def _may_fail(node: ast.AST, defined: set[str]) -> bool:
         case ast.Raise() | ast.Assert():
             return True
         case ast.Call(func=ast.Attribute(attr=name)):  # self.assertEqual, np.testing.assert_allclose, pytest.raises
-            return name.startswith(("assert", "fail", "raises"))
+            return name.startswith(CHECKS)
         case ast.Call(func=ast.Name(id=name)):  # a function of that kind that is imported by name
-            return name.startswith(("assert", "fail", "raises")) and name not in defined
+            return name.startswith(CHECKS) and name not in defined
     return False
 
 

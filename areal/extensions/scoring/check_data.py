@@ -14,7 +14,9 @@ Each line of the output is the result of one line of the input, in the same orde
 none. `inside`: its tests run beside the program, which can forge their verdict (areal docs sandbox).
 """
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ from areal.base.text import shown
 from areal.config.scoring import ScoringConfig
 from areal.data.rows import prompt_text
 from areal.extensions.programs import code_rows
-from areal.extensions.programs.code_tests import FAILS
-from areal.extensions.scoring.score import judge_rows, read_rows
+from areal.extensions.programs.code_tests import FAILS, REFUSED_OUTSIDE
+from areal.extensions.scoring.score import Judge, Line, judge_rows, read_rows
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import RewardError, passing
 from areal.rewards.worker_processes import RewardFailed
@@ -46,7 +48,8 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
             f"--check-data checks rows for one reward of code, {', '.join(sorted(WITH_ANSWERS))}, "
             f"not for {', '.join(names)}: name one of them"
         )
-    results, seconds = judge_rows(config, read_rows(file), output, console, "checking", partial(_check, file.parent))
+    rows, check = read_rows(file), partial(_check, file.parent)
+    results, seconds = judge_rows(config, rows, output, console, "checking", check)
     bad = [result for result in results if result["status"] == "bad"]
     for result in bad[:SHOWN]:
         line = shown(f"line {result['line']}: {result['reason']}")
@@ -58,6 +61,8 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
             f"the tests of {inside} of {len(results)} rows run beside the program, which can forge their verdict",
             soft_wrap=True,
         )
+    if names == ["code"]:
+        _print_settings(config, rows, results, check, console)
     solutions = Counter(result["solution"] for result in results)
     console.print(
         f"{len(bad)} of {len(results)} rows are bad ({seconds:.1f} s); own solutions: {solutions['passed']} passed, "
@@ -65,6 +70,29 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
         soft_wrap=True,
     )
     return not bad
+
+
+def _print_settings(
+    config: ScoringConfig, rows: Sequence[Line], results: Sequence[dict[str, Any]], check: Judge, console: Console
+) -> None:
+    """How many rows each setting of sandbox.tests takes, and which to choose. Rows that are refused outside are checked
+    again."""
+    good = Counter(result["inside"] for result in results if result["status"] == "ok")
+    outside, inside = good[False], good[True]
+    refused = [
+        row for row, result in zip(rows, results, strict=True) if result.get("reason", "").startswith(REFUSED_OUTSIDE)
+    ]
+    if refused:
+        settings = config.sandbox.model_copy(update={"tests": "inside_where_needed"})
+        other = config.model_copy(update={"sandbox": settings})
+        again, _ = judge_rows(other, refused, Path(os.devnull), console, "checking inside", check)
+        inside = sum(result["status"] == "ok" for result in again)
+    choice = "inside_where_needed, unless a program may forge the verdict of a row" if inside else "outside"
+    console.print(
+        f"sandbox.tests=outside takes {outside} of {len(results)} rows, inside_where_needed {outside + inside}: choose "
+        f"{choice}",
+        soft_wrap=True,
+    )
 
 
 async def _check(folder: Path, pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 
 import pytest
 from programs import attacks
@@ -107,7 +108,7 @@ async def test_results_are_compared_as_plain_data(code):
     assert await code.score("", right, row) == (1.0, {"passed": 1.0})
     wrong = (
         "class Same(int):\n    __eq__ = lambda a, b: True\n"
-        "results = [{1, 2}, [['1', 0.5]], 'a', 2, 0, Same(3), 0.333, lambda: 0]\n"
+        "results = [{1, 3}, [['1', 0.5]], 'a', 2, 0, Same(3), 0.333, lambda: 0]\n"
         "def f(x): return results[x - 1]"
     )
     assert await code.score("", wrong, row) == (0.0, {"passed": 0.0})
@@ -342,6 +343,53 @@ async def test_a_row_whose_function_has_a_built_in_name_may_use_it_and_others(co
     assert (await code.score("", right, row))[0] == 1.0
     assert (await code.score("", "def sum(a, b): return 6", row))[0] == 0.0
     assert (await code.score("", "def sum(a, b): return 6\ndef zip(*a): return []", row))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("test", "weakness"),
+    [
+        ("x = [1]\ny = [2]\nassert f(x, y) == '' and not x and not y", "empty all their arguments and return an empty"),
+        ("x = [1]\ny = {2}\nassert f(x, y) == 0 and not x and not y", "empty all their arguments and return 0"),
+        ("assert f(1) < -10**300", "return -inf"),
+        ("assert '5' in f(5).split()", "return many numbers as a text"),
+        ("d = {'a': 1}\nf(1, d)\nassert d == {'a': 0}", "set all values of their arguments to 0"),
+        ("assert len(f('a')) == 3\nassert f('b') == []", r"return \[0, 0, 0\], and later \[\]"),
+        ("assert isinstance(f(1), dict) and not f(1)", "return {}"),
+        ("assert f(1) == set()", "return an empty set"),
+    ],
+)
+async def test_what_a_program_without_a_thought_may_return_is_tried(code, test, weakness):
+    assert re.search(weakness, await code.weakness({"test": test}))
+
+
+async def test_a_constant_that_only_the_program_could_define_refuses_the_row(code):
+    for test in ("assert abs(f(1) - 2) < EPS", "from solution import f, EPS\nassert abs(f(1) - 2) < EPS"):
+        with pytest.raises(RewardError, match="use EPS, a constant that nobody defines but the program"):
+            await code.score("", "EPS = float('inf')\ndef f(x): return 0", {"test": test})
+    right = {"test": "EPS = 1e-9\nassert abs(f(1) - 2) < EPS\nassert GCD(4, 6) == 2"}
+    assert (await code.score("", "from math import gcd as GCD\ndef f(x): return 2", right))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("return float('nan')", math.nan),
+        ("return {3, 1, 2}", [1, 2, 3]),
+        ("return (i for i in range(3))", [0, 1, 2]),
+        ("return {1: 2}.values()", [2]),
+    ],
+)
+async def test_results_that_json_does_not_know_are_right(code, program, expected):
+    row = {"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}}
+    assert (await code.score("", f"def f(x): {program}", row))[0] == 1.0
+
+
+async def test_tests_that_look_for_warnings_are_judged_beside_the_program_or_not_at_all(code, anywhere):
+    row = {"test": "import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        f()"}
+    right = "import warnings\ndef f(): warnings.warn('w')"
+    with pytest.raises(RewardError, match="they need .warns"):
+        await code.score("", right, row)
+    assert (await anywhere.score("", right, row))[0] == 1.0
 
 
 async def test_a_row_that_a_program_without_a_thought_passes_is_refused_where_that_is_asked_for():

@@ -152,6 +152,19 @@ def test_the_check_counts_the_rows_that_are_judged_beside_the_program(score):
     )
     assert (code, [result["inside"] for result in results]) == (0, [False, True])
     assert "the tests of 1 of 2 rows run beside the program, which can forge their verdict" in printed
+    assert "sandbox.tests=outside takes 1 of 2 rows, inside_where_needed 2: choose inside_where_needed" in printed
+
+
+@needs_namespaces
+def test_the_check_says_which_share_of_the_rows_each_setting_takes_and_which_to_choose(score):
+    plain, looks, weak = ({"test_list": [test]} for test in ("assert f(1) == 2", "assert f(1).left == 2", "x = 1"))
+    assert (
+        "takes 1 of 3 rows, inside_where_needed 2: choose inside_where_needed"
+        in (check_data(score, plain, looks, weak, reward="code")[2])
+    )
+    assert (
+        "takes 1 of 2 rows, inside_where_needed 1: choose outside" in check_data(score, plain, weak, reward="code")[2]
+    )
 
 
 @needs_namespaces
