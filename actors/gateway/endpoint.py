@@ -19,6 +19,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Protocol
 
+import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
@@ -31,6 +32,7 @@ from areal.extensions.agents.openai_api import ApiError, prompt_tokens
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from protocols.bus_errors import BusError
 
+log = structlog.get_logger()
 SESSION_ID = re.compile(r"(?!-$)[\w.@+-]{1,100}")
 NO_SESSION = "-"
 """The id of calls that name no session, which none can name: those of one key are one session until it is idle."""
@@ -194,12 +196,13 @@ async def _with_the_run(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except BusError as error:
-        raise ApiError(UNAVAILABLE.replace("{why}", str(error)), "unavailable", 503) from None
+        log.warning("a request finds no part of the run", error=str(error))
+        raise ApiError(UNAVAILABLE, "unavailable", 503) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():  # the client has gone
             raise
-        raise ApiError(UNAVAILABLE.replace("{why}", "it is ending"), "unavailable", 503) from None
+        raise ApiError(UNAVAILABLE, "unavailable", 503) from None
 
 
 def _session_id(request: web.Request, data: bytes) -> str:

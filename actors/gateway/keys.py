@@ -53,6 +53,7 @@ class KeyAccount:
         self.open: set[str] = set()
         self.reserved = self.refused = 0
         self.elsewhere = KeyUse()
+        self.answered: dict[tuple[str, str], None] = {}  # session and client's id, of calls of sessions that have ended
         self.own_keys: dict[str, str] = {}  # digests of the keys of sessions, by session, the oldest first
 
     def check_right(self, *rights: Right) -> None:
@@ -85,10 +86,13 @@ class KeyAccount:
 
     @contextmanager
     def opening(self, session: str) -> Iterator[None]:
-        """Count a session as open from before it is opened, unless the block raises. Raises ApiError if it would be one
-        too many."""
+        """Count a session as open from before it is opened, or opened again, unless the block raises. Raises ApiError
+        if it would be one too many."""
+        if session in self.open:
+            yield
+            return
         limit = self.settings.sessions
-        if limit is not None and len(self.open - {session}) + self.elsewhere.sessions >= limit:
+        if limit is not None and len(self.open) + self.elsewhere.sessions >= limit:
             raise self._refusal(f"this key may have {limit} sessions at a time: end one", "too_many_sessions")
         self.open.add(session)
         try:

@@ -59,7 +59,7 @@ FIRST_TOKENS = 256
 REWARDED = ("ready", "batched", "trained")
 # The state of a session of which nothing is known here.
 GONE = "gone"
-# Answered calls of sessions that have ended, which are known.
+# Answered calls of sessions of a key that have ended, which are known.
 ANSWERED = 10_000
 
 T = TypeVar("T")
@@ -136,7 +136,6 @@ class OpenSessions:
         self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
         self._works: set[asyncio.Task[Any]] = set()
         self._opening: dict[str, asyncio.Lock] = {}
-        self._answered: dict[tuple[str, str], None] = {}  # name and call's mark, of sessions that have ended
         self.counts = Counter[str]()
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
 
@@ -188,7 +187,7 @@ class OpenSessions:
 
     def check_call(self, name: str, mark: str) -> None:
         """Raises ApiError if a session of this name that has ended has answered the call with this mark."""
-        if mark and (name, mark) in self._answered:
+        if mark and (name, mark) in self._keys.of_session(name).answered:
             why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
             raise ApiError(why, "session_over", 409)
 
@@ -213,11 +212,9 @@ class OpenSessions:
             if session and session.full:
                 why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another one"
                 raise ApiError(why, "session_full", 409)
-            if session is None:
-                with self._keys.accounts[key].opening(name):
-                    session = await self._begin(name, train)
+            with self._keys.accounts[key].opening(name):
+                session = session or await self._begin(name, train)
             session.ended = False  # who comes back goes on
-            self._keys.accounts[key].open.add(name)
             return session
 
     async def state(self, name: str) -> dict[str, Any]:
@@ -319,6 +316,8 @@ class OpenSessions:
             if (await self._sampling.ask_trainer(question, StoredSamples)).places:
                 self._drop(session)
                 return None
+        if not session.ended:
+            session.account.open.add(session.name)
         log.info("a session goes on here", session=group.session, group=group.group)
         return session
 
@@ -415,11 +414,11 @@ class OpenSessions:
 
     def _end_for_good(self, session: UserSession) -> None:
         """Drop a session that goes on nowhere. Its answered calls are not answered anew, in another session."""
-        key = session.account.name
+        key, answered = session.account.name, session.account.answered
         name = f"{key}:{NO_SESSION}" if self._unnamed.get(key) == session.name else session.name
-        self._answered |= dict.fromkeys((name, mark) for mark in session.answered)
-        while len(self._answered) > ANSWERED:
-            del self._answered[next(iter(self._answered))]
+        answered |= dict.fromkeys((name, mark) for mark in session.answered)
+        while len(answered) > ANSWERED:
+            del answered[next(iter(answered))]
         self._drop(session)
 
     def _drop(self, session: UserSession) -> None:

@@ -37,7 +37,7 @@ log = structlog.get_logger()
 MAX_REWARDS = 1024
 """Of the answers of a session."""
 ELSEWHERE = "the session goes on elsewhere, or has ended: ask again"
-UNAVAILABLE = "this gateway has no part in the run now ({why}): ask again, or ask another gateway"
+UNAVAILABLE = "this gateway has no part in the run now: ask again, or ask another gateway"
 MAX_TEXT = 16 * 2**20
 """Characters that are kept of the requests and answers of a session: each save writes them."""
 KEPT = {"max_tokens", "max_completion_tokens", "stop"}

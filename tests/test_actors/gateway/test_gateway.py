@@ -723,6 +723,8 @@ async def test_sessions_that_open_at_once_are_counted_before_they_are_open(monke
         (opened,) = user.gateway.sessions._sessions
         await user.ask(f"sessions/{opened}/end", {})
         assert (await user.say("hi", session="next"))[0] == 200, "one that has ended leaves room"
+        again = opened.partition(":")[2]
+        assert (await user.say("hi", session=again))[0] == 429, "and takes no room that is taken"
 
 
 async def test_gateways_share_the_account_of_a_key():
