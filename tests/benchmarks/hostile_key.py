@@ -42,6 +42,7 @@ from areal.storage.run_files import ROLLOUTS
 USERS, KEYS = 20, {"user": "key-of-users", "hostile": "key-of-an-enemy"}
 CALLS_A_MINUTE, SESSIONS, ATTACKERS = 60, 4, 6
 HUGE = "a" * (4 << 20)
+PROBE = addition.make_row(0, 0, max_digits=8)["prompt"]
 TRAINED = ("ready", "batched", "trained")
 START_SECONDS, CALL_SECONDS = 180.0, 60.0
 
@@ -91,7 +92,7 @@ async def attack(door: Door, statuses: Counter[int]) -> None:
     while True:
         name = secrets.token_hex(4)
         for number, body in enumerate(({}, {"n": 64}, {"junk": HUGE}, {"tool_choice": {"junk": "x" * 1000}})):
-            status, _ = await door.say("1+1=", f"{name}-{number}", **body)
+            status, _ = await door.say(PROBE, f"{name}-{number}", **body)
             statuses[status] += 1
             if status == 200:
                 parts = {f"{n}": 1e60 for n in range(5000)}
@@ -99,7 +100,7 @@ async def attack(door: Door, statuses: Counter[int]) -> None:
                 await door.ask("POST", f"sessions/{name}-{number}/reward", {"reward": 1, "id": name})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):
-                await door.say("1+1=", name, stream=True)
+                await door.say(PROBE, name, stream=True)
         await door.ask("POST", "messages/count_tokens", {"messages": [{"role": "user", "content": HUGE}]})
         await door.say(HUGE, name)
         await asyncio.gather(*(door.ask("POST", "sessions", {"id": f"{name}{n}"}) for n in range(50)))
@@ -120,9 +121,9 @@ async def measure(ports: tuple[int, int], minutes: float, run: subprocess.Popen[
                 if time.monotonic() > end or run.poll() is not None:
                     sys.exit("the run does not serve: see its logs")
                 await asyncio.sleep(0.5)
-        while (await doors["user"][0].say("1+1=", "first"))[0] != 200:  # the engines are loaded
+        while (answer := await doors["user"][0].say(PROBE, "first"))[0] != 200:  # the engines are loaded
             if time.monotonic() > end:
-                sys.exit("the policy does not answer: see its logs")
+                sys.exit(f"the policy does not answer: {answer}")
             await asyncio.sleep(0.5)
         latencies: list[tuple[float, float]] = []
         taken: dict[str, int] = {}

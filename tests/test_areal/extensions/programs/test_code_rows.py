@@ -194,7 +194,7 @@ def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
         ("try:\n    f(1)\n    assert 0\nexcept OwnError as e:\n    assert e.name == 2", None),
         ("import io, sys\nout = io.StringIO()\nsys.stdout = out\nf(1)\nassert out.getvalue() == '1'", None),
         ("assert math.isclose(f(1), 3) and Counter(f(2)) == Counter('ab') and np.allclose(f(3), 1)", None),
-        ("assert f(int, len, LIMIT, key=str) == NAMES and f(1)[0].upper().count('A') == 1", None),
+        ("LIMIT = 1\nassert f(int, len, LIMIT, key=str) == [1] and f(1)[0].upper().count('A') == 1", None),
         ("def test_f(capsys):\n    f(1)\n    assert capsys.readouterr().out == '1'", None),
         ("import unittest\nclass F(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(1))", None),
     ],
