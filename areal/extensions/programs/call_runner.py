@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, MappingView, Sequence
+from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 
@@ -52,7 +52,7 @@ def plain(value):
         return float(value)
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    if isinstance(value, Iterator | Sequence | MappingView):  # also a generator, which may have no end
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):  # such as a generator without an end
         return list(itertools.islice(value, MOST_ITEMS))
     raise TypeError
 
