@@ -700,8 +700,8 @@ async def test_an_answer_that_its_client_does_not_wait_for_is_paid_with_the_toke
             account.tokens, sampled = LastMinute(lambda: 0.0), asyncio.Event()
             call = asyncio.create_task(user.say("hi", stream=True, session=f"s{mark}"))
             await sampled.wait()
-            others = [user.say("hi", session=f"{name}{mark}") for name in "abc"]
-            assert [answer[0] for answer in await asyncio.gather(*others)] == [429] * 3, "the call is in progress"
+            further = [user.say("hi", session=f"{name}{mark}") for name in "abc"]
+            assert [answer[0] for answer in await asyncio.gather(*further)] == [429] * 3, "the call is in progress"
             call.cancel()
             while account.reserved:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
@@ -729,13 +729,13 @@ async def test_sessions_that_open_at_once_are_counted_before_they_are_open(monke
 
 async def test_gateways_share_the_account_of_a_key():
     city = keyed(sessions=1, calls_per_minute=6)
-    async with city.gateway(0) as user, city.gateway(1) as other:
+    async with city.gateway(0) as user, city.gateway(1) as neighbour:
         await user.say("hi")
-        for gateway in (user, other):
+        for gateway in (user, neighbour):
             await gateway.gateway.sessions.share_accounts()
-        status, body, _ = await other.say("hi", session="another")
+        status, body, _ = await neighbour.say("hi", session="another")
         assert (status, body["error"]["code"]) == (429, "too_many_sessions")
-        statuses = [(await other.ask("models", method="GET"))[0] for _ in range(5)]
+        statuses = [(await neighbour.ask("models", method="GET"))[0] for _ in range(5)]
         assert statuses == [200] * 4 + [429], "one call was made at the other gateway, and one here"
 
 
@@ -765,18 +765,18 @@ async def test_a_session_takes_no_more_text_than_its_trainer_can_store_with_each
     assert statuses == [200, 200, 409, 409]
 
 
-@pytest.mark.parametrize("sent", ["", "POST /v1/mod", "head", "body"])
-async def test_a_connection_that_sends_nothing_more_is_closed(city, monkeypatch, sent):
+@pytest.mark.parametrize("text", ["", "POST /v1/mod", "head", "body"])
+async def test_a_connection_that_sends_nothing_more_is_closed(city, monkeypatch, text):
     monkeypatch.setattr(openai_endpoint, "IDLE_SECONDS", 0.2)
     start = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {USER}\r\n"
-    sent = {"head": start, "body": start + "Content-Length: 9\r\n\r\n{"}.get(sent, sent)
+    text = {"head": start, "body": start + "Content-Length: 9\r\n\r\n{"}.get(text, text)
     async with city.gateway() as user:
         reader, writer = await asyncio.open_connection("127.0.0.1", await user.gateway._endpoint.listen())
-        writer.write(sent.encode())
+        writer.write(text.encode())
         async with asyncio.timeout(20):
             answer = await reader.read()
         writer.close()
-    assert (b"408" in answer) == sent.endswith("{")
+    assert (b"408" in answer) == text.endswith("{")
 
 
 async def test_the_sum_of_rewards_of_answers_stays_within_the_range(city):
@@ -814,10 +814,10 @@ async def test_no_session_has_the_name_of_those_without_one(city):
 
 async def test_the_engines_words_and_the_names_of_gateways_stay_inside(city):
     city.says = ["hello"]
-    async with city.gateway(0) as user, city.gateway(1) as other:
+    async with city.gateway(0) as user, city.gateway(1) as neighbour:
         await user.say("hi")
         for path, method in (("sessions/s", "GET"), ("sessions/s", "DELETE")):
-            status, body, _ = await other.ask(path, method=method)
+            status, body, _ = await neighbour.ask(path, method=method)
             assert (status, body["error"]["code"]) == (409, "elsewhere") and "#" not in body["error"]["message"]
 
         async def refuse(call):
@@ -834,7 +834,7 @@ async def test_the_engines_words_and_the_names_of_gateways_stay_inside(city):
 
 
 async def test_nothing_is_kept_of_a_session_that_was_deleted_before_its_reward_came(tmp_path):
-    said, spool = "what the user said", Spool.open(tmp_path / "spool.db")
+    words, spool = "what the user said", Spool.open(tmp_path / "spool.db")
 
     async def on_disk(what, use, *arguments):
         return use(*arguments)
@@ -844,11 +844,11 @@ async def test_nothing_is_kept_of_a_session_that_was_deleted_before_its_reward_c
 
     store = SampleStore(make_config(), 300, spool, None, on_disk, refuse)  # without a writer of rollouts
     sample = ScoredSample(place=0, frame=np.frombuffer(trained().frame(), np.uint8), parts={}, discarded=0)
-    late = StoreSamples(group="s0.0", prompt_index=-1, row=said, samples=(sample,))
+    late = StoreSamples(group="s0.0", prompt_index=-1, row=words, samples=(sample,))
     request = SimpleNamespace(sender="gateway/0#1", message=late, remaining=9.0)
     assert not (await store.dispatch(request)).accepted
     for file in tmp_path.iterdir():
-        assert said.encode() not in file.read_bytes(), file
+        assert words.encode() not in file.read_bytes(), file
     spool.close()
 
 

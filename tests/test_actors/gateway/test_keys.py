@@ -69,9 +69,9 @@ def test_what_a_key_uses_at_another_gateway_counts_and_for_a_minute_after_that_g
 def test_a_key_that_opens_very_many_sessions_makes_no_other_key_forget_one(monkeypatch):
     monkeypatch.setattr(gateway_keys, "SESSION_KEYS", 2)
     keys = keys_of(lambda: 0.0)
-    other = keys.key_for("bert:0")
+    key_of_bert = keys.key_for("bert:0")
     first, *further = [keys.key_for(f"anna:{number}") for number in range(3)]
-    assert [keys.identify(key)[1] for key in (*further, other)] == ["anna:1", "anna:2", "bert:0"]
+    assert [keys.identify(key)[1] for key in (*further, key_of_bert)] == ["anna:1", "anna:2", "bert:0"]
     keys.forget("anna:1")
     for gone in (first, further[0]):
         with pytest.raises(ApiError, match="not known"):

@@ -403,16 +403,16 @@ def test_an_archive_that_would_grow_is_refused(kind, monkeypatch, tmp_path):
 @pytest.fixture
 async def liar(owner) -> AsyncIterator[Any]:
     """A service that answers what the test says, and what it was asked."""
-    says, asked = SimpleNamespace(status=200, text="{}", headers={}), []
+    says, paths = SimpleNamespace(status=200, text="{}", headers={}), []
 
     async def answer(request: web.Request) -> web.Response:
-        asked.append(str(request.rel_url))
+        paths.append(str(request.rel_url))
         return web.Response(status=says.status, text=says.text, headers=says.headers)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server:
-        yield SimpleNamespace(url=str(server.make_url("")), says=says, asked=asked)
+        yield SimpleNamespace(url=str(server.make_url("")), says=says, paths=paths)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ async def test_a_service_that_lies_is_an_error_in_one_short_sentence(liar, statu
     with pytest.raises(SandboxError, match=complaint) as failure:
         await HttpSandbox(service, None, "run-1", Limits()).start(0.1)
     assert len(str(failure.value)) < 800 and "secret" not in str(failure.value)
-    assert not any("elsewhere" in path for path in liar.asked), "a command goes to the address of the run alone"
+    assert not any("elsewhere" in path for path in liar.paths), "a command goes to the address of the run alone"
     await service.close()
 
 
