@@ -378,8 +378,9 @@ class Generator(Actor):
         ):
             async with parked(request):
                 await self._loaded.until(lambda: self._loaded_policy() >= required or self.member.state != "healthy")
-                scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
-        return Logprobs(version=scores.version, logprobs=scores.logprobs)
+                scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist(), ask.top_k)
+        columns = {"top_tokens": scores.top_tokens.ravel(), "top_logprobs": scores.top_logprobs.ravel()}
+        return Logprobs(version=scores.version, logprobs=scores.logprobs, **columns)
 
     def _steps(self) -> float:
         """Moves while the engine samples."""

@@ -588,18 +588,23 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has this policy or a newer one."""
+    """Asks a generator for the log-probs of given tokens (int32 [T]), and of the `top_k` likeliest ones at each place,
+    once it has this policy or a newer one."""
 
     lineage: int
     version: int
     tokens: Int32s
+    top_k: int = 0
 
 
 class Logprobs(Message):
-    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of that lineage."""
+    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of that lineage. `top_tokens`,
+    `top_logprobs`: [(T - 1) * k], the likeliest tokens at each of these places, one place after the other."""
 
     version: int
     logprobs: Float32s
+    top_tokens: Int32s
+    top_logprobs: Float32s
 
 
 class TokenColumns(Message):

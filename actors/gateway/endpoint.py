@@ -3,6 +3,7 @@
 | request | answer |
 |---|---|
 | POST /v1/chat/completions, /v1/responses, /v1/messages | as inside a sample, with headers of the session |
+| POST /v1/completions | of keys that are not trained, for programs that evaluate |
 | POST /v1/sessions {"id": ...} | a session and a key of its own |
 | GET /v1/sessions/ID | its state |
 | POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | its state, once the reward is stored |
@@ -24,12 +25,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
+from actors.gateway.completions import Completion, CompletionRequest, completions_body
 from actors.gateway.keys import KeyAccount, Right, UserKeys
 from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
+from actors.sampling.jobs import SampleFailed
+from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
 from areal.config.role_sections import GatewayConfig
 from areal.extensions.agents.anthropic_api import CountRequest
-from areal.extensions.agents.openai_api import ApiError, prompt_tokens
+from areal.extensions.agents.openai_api import ApiError, SamplingFields, prompt_tokens
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
+from areal.samples.trajectory import TokenScores
 from protocols.bus_errors import BusError
 
 log = structlog.get_logger()
@@ -38,6 +44,12 @@ NO_SESSION = "-"
 """The id of calls that name no session, which none can name: those of one key are one session until it is idle."""
 # Of a reward: how many parts it has, and how large each of them and how long its name is, at most.
 MAX_PARTS, LARGEST_PART, LONGEST_NAME = 64, 1e6, 100
+
+
+ONLY_UNTRAINED = (
+    "completions are for programs that evaluate, and nothing of them is trained: use a key with train: false "
+    "(gateway.keys.{name}.train)"
+)
 
 
 class SessionRequest(BaseModel):
@@ -70,8 +82,12 @@ class ServesSessions(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
     def check_call(self, name: str, mark: str) -> None: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
+    def untrained(self, key: str, request: SamplingFields) -> UserSession: ...
+    async def score(self, tokens: list[int], top_k: int) -> TokenScores: ...
     async def state(self, name: str) -> dict[str, Any]: ...
     async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
     async def end(self, name: str) -> dict[str, Any]: ...
@@ -97,6 +113,7 @@ class GatewayEndpoint(OpenAIEndpoint):
     def _app(self) -> web.Application:
         app = super()._app()
         app.middlewares.append(_with_the_run)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/sessions", self._begin_session)
         app.router.add_get("/v1/sessions/{id}", self._state)
         app.router.add_delete("/v1/sessions/{id}", self._delete)
@@ -126,6 +143,9 @@ class GatewayEndpoint(OpenAIEndpoint):
         messages = getattr(body, "messages", None) or getattr(body, "input", None)
         if isinstance(messages, list) and len(messages) > self._settings.max_messages:
             raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
+        if not account.settings.train and isinstance(body, SamplingFields) and self._differs(body):
+            session = self._sessions.untrained(account.name, body)
+            return SessionCall(**vars(session.open), session=session, mark=""), body
         session_name = own_session or f"{account.name}:{_session_id(request, data)}"
         wishes = request.headers.getall("X-Areal-Train", ["yes"])
         train = account.settings.train and all(value.strip().lower() == "yes" for value in wishes)
@@ -139,6 +159,32 @@ class GatewayEndpoint(OpenAIEndpoint):
         if is_first:
             session.forget_call(mark)
         return SessionCall(**vars(session.open), session=session, mark=mark), body
+
+    def _differs(self, body: SamplingFields) -> bool:
+        """Whether it asks for other sampling than the run's."""
+        return body.changed(self._sessions.sampling) != self._sessions.sampling
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        account, _ = self._enter(request, "serve")
+        if account.settings.train:
+            raise ApiError(ONLY_UNTRAINED.format(name=account.name), "forbidden", 403)
+        account.check_tokens()
+        body = parse(CompletionRequest, await body_of(request))
+        prompts = body.prompts(self._sessions.tokenizer)
+        account.use_calls(len(prompts) - 1)
+        completions = await asyncio.gather(*(self._completion(account.name, body, prompt) for prompt in prompts))
+        return web.json_response(completions_body(body, completions, prompts), headers={"X-Areal-Trained": "no"})
+
+    async def _completion(self, key: str, request: CompletionRequest, prompt: list[int]) -> Completion:
+        sample = self._sessions.untrained(key, request).sample
+        request.check_sampling(sample.sampling)
+        scored = request.echo and request.logprobs is not None and len(prompt) > 1
+        scores = await self._sessions.score(prompt, max(1, request.logprobs or 0)) if scored else None
+        completion = Completion(request, self._sessions.tokenizer, prompt, scores)
+        if request.max_tokens != 0:
+            with explain(SampleFailed, "the completion has failed: {why}", ApiError):
+                await completion.sample(sample)
+        return completion
 
     async def _count(self, request: web.Request) -> web.Response:
         """Needs no session, and opens none."""

@@ -17,17 +17,19 @@ import structlog
 
 from actors.gateway.endpoint import NO_SESSION
 from actors.gateway.keys import UserKeys
-from actors.gateway.user_sessions import UserReward, UserSession, note_error
+from actors.gateway.user_sessions import UNAVAILABLE, UserReward, UserSession, note_error
 from actors.runtime.membership import Membership
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Sampling
 from areal.base.errors import explain
-from areal.extensions.agents.openai_api import ApiError
-from areal.samples.trajectory import Trajectory, row_text
+from areal.config.engine_sections import SamplingConfig
+from areal.extensions.agents.openai_api import ApiError, SamplingFields
+from areal.samples.trajectory import TokenScores, Trajectory, row_text
 from protocols.bus_errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AdoptSessions,
     AskCalls,
+    AskLogprobs,
     AskSamples,
     AskSession,
     DiscardSession,
@@ -36,7 +38,9 @@ from protocols.messages import (
     GroupStarted,
     KeysElsewhere,
     KeyUse,
+    Logprobs,
     LostLeases,
+    Member,
     Message,
     RenewLeases,
     ReportKeys,
@@ -61,6 +65,9 @@ REWARDED = ("ready", "batched", "trained")
 GONE = "gone"
 # Answered calls of sessions of a key that have ended, which are known.
 ANSWERED = 10_000
+
+# For the log-probs of a prompt.
+SCORE_SECONDS = 60.0
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -185,18 +192,57 @@ class OpenSessions:
     def tokenizer(self) -> Any:
         return self._sampling.services.tokenizer
 
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The run's."""
+        return self._config.sampling
+
     def check_call(self, name: str, mark: str) -> None:
         """Raises ApiError if a session of this name that has ended has answered the call with this mark."""
         if mark and (name, mark) in self._keys.of_session(name).answered:
             why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
             raise ApiError(why, "session_over", 409)
 
-    async def open_session(self, name: str, train: bool) -> UserSession:
-        """The session of this name, which takes calls. Raises ApiError."""
+    def untrained(self, key: str, request: SamplingFields) -> UserSession:
+        """A session for one request alone, which may ask for other sampling than the run's. No table has it, and it
+        never has a group: none of it can be trained. Raises ApiError."""
+        self._serving()
+        name, links = f"{key}:{secrets.token_hex(8)}", self._links
+        account = self._keys.accounts[key]
+        session = UserSession(self._sampling.services, name, None, account, links.save, links.report_start)
+        session.sample.sampling = request.changed(session.sample.sampling)
+        self.count("untrained")
+        return session
+
+    async def score(self, tokens: list[int], top_k: int) -> TokenScores:
+        """The log-probs of these tokens, and of the `top_k` likeliest ones at each place. Raises ApiError."""
+        loads = self._sampling.dispatch.loads.requests
+        generator = min(self._serving(), key=lambda member: loads[member.identity], default=None)
+        if generator is None:
+            raise ApiError("no generator is there now: try again later", "no_version", 503)
+        ask = AskLogprobs(lineage=0, version=0, tokens=np.array(tokens, np.int32), top_k=top_k)
+        with (
+            explain(RefusedError, "the prompt cannot be scored: {why}", ApiError),
+            explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)),
+        ):
+            answer = await self._member.ask(generator.address, ask, Logprobs, SCORE_SECONDS)
+        shape = len(answer.logprobs), -1
+        columns = answer.top_tokens.reshape(shape), answer.top_logprobs.reshape(shape)
+        return TokenScores(answer.logprobs, *columns, answer.version)
+
+    def _serving(self) -> list[Member]:
+        """The generators of users. Raises ApiError if there is no version for them."""
         if self._member.state == "draining":
             raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
-        if self._sampling.dispatch.users and not any(m.serving for m in self._member.directory.with_role("generator")):
+        users, generators = self._sampling.dispatch.users, self._member.directory.with_role("generator")
+        serving = [member for member in generators if member.serving or not users]
+        if users and not serving:
             raise ApiError("no evaluated version is served now: try again later", "no_version", 503)
+        return serving
+
+    async def open_session(self, name: str, train: bool) -> UserSession:
+        """The session of this name, which takes calls. Raises ApiError."""
+        self._serving()
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
             name = self._unnamed.get(key, "")

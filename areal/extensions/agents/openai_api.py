@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import structlog
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from areal.base.errors import UserError, explain
@@ -124,11 +124,23 @@ class SamplingFields(BaseModel, extra="allow"):
                 f"data.chat_template_kwargs says: leave chat_template_kwargs out of the request"
             )
 
+    def changed(self, sampling: SamplingConfig) -> SamplingConfig:
+        """The sampling with what the request says instead. Raises ApiError."""
+        fields = {name: value for name, value in self.sampling_fields.items() if name in SamplingConfig.model_fields}
+        fields |= {"top_k": 0} if fields.get("top_k") == -1 else {}
+        try:
+            return SamplingConfig.model_validate(sampling.model_dump() | fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise ApiError(f"{'.'.join(map(str, first['loc'])) or 'sampling'}: {first['msg']}", "sampling") from None
+
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raises ApiError if a field asks for something else than `sampling`."""
         for name, value in self.sampling_fields.items():
             if name == "chat_template_kwargs":
                 continue
+            if name == "seed" and not sampling.temperature:
+                continue  # nothing is drawn
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
             elif (run := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, run, value) == ("top_k", 0, -1):

@@ -46,10 +46,12 @@ from areal.storage.spool import Spool
 from protocols.bus_errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
+    AskLogprobs,
     AskSession,
     DiscardSession,
     GroupAccepted,
     GroupStarted,
+    Logprobs,
     LostLeases,
     Member,
     Policy,
@@ -66,7 +68,7 @@ from protocols.messages import (
 STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
 
 COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
-USER, JUDGE = "user's key", "judge's key"
+USER, JUDGE, EXAMINER = "user's key", "judge's key", "examiner's key"
 TOKENIZER = byte_tokenizer()
 
 
@@ -74,6 +76,7 @@ def make_config(**gateway) -> Config:
     keys = {
         "anna": {"sha256": sha256(USER.encode()).hexdigest()},
         "judge": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["reward_all"]},
+        "examiner": {"sha256": sha256(EXAMINER.encode()).hexdigest(), "train": False},
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
@@ -103,6 +106,7 @@ class City:
         self.says: list[str | None] = []
         self.prompts: list[str] = []
         self.salts: list[str] = []
+        self.temperatures: list[float] = []
         self.samples: dict[str, StoreSamples] = {}
         self.aborted = asyncio.Event()  # the calls that nothing answers
         self.reports = True  # whether the master hears of samples
@@ -127,6 +131,13 @@ class City:
         if isinstance(message, RenewLeases):
             return LostLeases(groups=tuple(self.ledger.leases.renew(sender, message.groups, self.now, 60.0)))
         return await self._requests.dispatch(SimpleNamespace(sender=sender, message=message))
+
+    async def ask_generator(self, address: str, message: AskLogprobs, answer, timeout: float) -> Logprobs:
+        """Each token is as likely as its place says; the likeliest is `x`."""
+        places, x = np.arange(1, len(message.tokens), dtype=np.float32), TOKENIZER.encode("x")[0]
+        likeliest = np.full(len(places) * message.top_k, x, np.int32)
+        columns = {"top_tokens": likeliest, "top_logprobs": np.zeros(len(likeliest), np.float32)}
+        return Logprobs(version=5, logprobs=-places, **columns)
 
     async def ask_trainer(self, message, answer):
         if isinstance(message, StoreCalls):
@@ -169,6 +180,7 @@ class City:
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
         self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
+        self.temperatures.append(call.sample.sampling.temperature)
         text = self.says.pop(0)
         if text is None:
             await self.aborted.wait()
@@ -197,6 +209,7 @@ class City:
                 state="healthy",
                 spawn=spawn,
                 used=used,
+                ask=self.ask_generator,
                 become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )
@@ -745,6 +758,49 @@ async def test_whatever_is_not_yes_opts_out_of_training(city, value):
     async with city.gateway() as user:
         assert (await user.say("hi", X_Areal_Train=value))[2]["X-Areal-Trained"] == "no"
         assert (await user.say("hi", session="t", X_Areal_Train=" Yes "))[2]["X-Areal-Trained"] == "yes"
+
+
+GREEDY = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}], "temperature": 0, "seed": 1234}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_key_that_is_not_trained_may_sample_otherwise_and_no_ledger_hears_of_it(city, path):
+    city.says = ["4", "4"]
+    body = GREEDY | ({"input": "2+2?", "top_p": 0.5} if path == "responses" else {})
+    async with city.gateway() as client:
+        for _ in range(2):
+            status, _, headers = await client.ask(path, body, EXAMINER, X_Session_Id="same", X_Areal_Train="yes")
+            assert (status, headers["X-Areal-Trained"]) == (200, "no")
+        assert city.temperatures == [0, 0]
+        assert not client.gateway.sessions._sessions and not city.ledger.state.groups
+        status, refused, _ = await client.ask(path, body)
+        assert status == 400 and "temperature: 0.0 is not possible" in str(refused)
+        drawn = body | {"temperature": 0.5}
+        status, refused, _ = await client.ask(path, drawn, EXAMINER)
+        assert status == 400 and "seed: 1234 is not possible" in str(refused)
+        status, refused, _ = await client.ask(path, body | {"top_p": 2}, EXAMINER)
+        assert status == 400 and "top_p" in str(refused)
+
+
+async def test_completions_say_how_likely_a_prompt_is_and_belong_to_no_session(city):
+    city.says = ["4", "5.6"]
+    city.directory.members["g"] = generator(0)
+    asked = {"model": "m", "temperature": 0, "seed": 1}
+    async with city.gateway() as client:
+        body = asked | {"prompt": [TOKENIZER.encode("a+b")], "max_tokens": 2, "logprobs": 1, "echo": True}
+        status, answer, headers = await client.ask("completions", body, EXAMINER)
+        (choice,) = answer["choices"]
+        assert (status, headers["X-Areal-Trained"]) == (200, "no")
+        assert (choice["text"], choice["logprobs"]["tokens"]) == ("a+b4", ["a", "+", "b", "4", END])
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -0.5, -0.5]
+        assert choice["logprobs"]["top_logprobs"][:3] == [None, {"x": 0.0, "+": -1.0}, {"x": 0.0, "b": -2.0}]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+        body = asked | {"prompt": ["2+2="], "stop": [".", "!"], "max_tokens": 8}
+        status, answer, _ = await client.ask("completions", body, EXAMINER)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("5", "stop")
+        assert not client.gateway.sessions._sessions and not city.ledger.state.groups
+        status, refused, _ = await client.ask("completions", body)
+        assert status == 403 and "use a key with train: false (gateway.keys.anna.train)" in str(refused)
 
 
 async def test_fields_that_no_template_shows_are_not_stored(city):
