@@ -4,7 +4,8 @@ import json
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from areal.extensions.agents.openai_api import (
     MAX_STOPS,
@@ -16,6 +17,7 @@ from areal.extensions.agents.openai_api import (
     SamplingFields,
     StopText,
     only_text,
+    other_tool,
 )
 
 Blocks = Annotated[list[Json], Field(fail_fast=True)]
@@ -37,6 +39,13 @@ class OfferedTool(BaseModel):
     input_schema: Json
     description: str | None = None
     type: Literal["custom"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+            raise PydanticCustomError("tool", "{why}", {"why": other_tool(tool["type"], tool.get("name"))})
+        return tool
 
     def chat(self) -> Json:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}

@@ -74,6 +74,26 @@ def only_text(form: str | Json | None) -> str | Json | None:
     return form
 
 
+# How the clients that send tools of other types than functions leave them out, by the beginnings of the types.
+_SWITCHES = {
+    "web_search_2": "in Claude Code, its settings' permissions.deny has to have WebSearch",
+    "web_fetch_2": "in Claude Code, its settings' permissions.deny has to have WebFetch",
+    "web_search": 'in Codex, set web_search = "disabled"',
+    "custom": "in Codex, it is apply_patch: set features.apply_patch_freeform = false, or no apply_patch_tool_type",
+    "local_shell": "Codex sends it for the model codex-mini-latest: name another model, and it sends a function",
+}
+
+
+def other_tool(kind: Any, name: Any = None) -> str:
+    """Why a tool of this type, or its item, cannot be had, and how it is switched off."""
+    kind = f"{kind}"
+    how = next((how for begin, how in _SWITCHES.items() if kind.startswith(begin)), "leave it out of the request")
+    named = f" {name!r:.80}" if name and name != kind else ""
+    return (
+        f"the tool{named} of the type {kind!r:.80} cannot be called, as only functions are shown to the policy: {how}"
+    )
+
+
 class ResponseFormat(BaseModel):
     type: Annotated[str, AfterValidator(only_text)]
 

@@ -5,7 +5,8 @@ import secrets
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from areal.extensions.agents.openai_api import (
     UNSHOWN,
@@ -16,6 +17,7 @@ from areal.extensions.agents.openai_api import (
     Json,
     ResponseFormat,
     SamplingFields,
+    other_tool,
 )
 
 # What a message may say beside its content.
@@ -25,11 +27,22 @@ Responses = dict[str, list[Json]]
 them as its `previous_response_id`."""
 
 
+ITEMS = {"custom_tool": "custom", "web_search": "web_search", "local_shell": "local_shell"}
+"""The types of tools by their items, without _call and _output."""
+
+
 class FunctionTool(BaseModel):
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: Json | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+            raise PydanticCustomError("tool", "{why}", {"why": other_tool(tool["type"], tool.get("name"))})
+        return tool
 
     def chat(self) -> Json:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
@@ -205,6 +218,8 @@ def _chat_messages(request_input: str | list[Json]) -> list[Json]:
                 pass
             case {"role": role, "content": content} if item.get("type", "message") == "message":
                 messages.append({"role": role, "content": content} | {key: item[key] for key in FURTHER & item.keys()})
+            case {"type": str(kind)} if (tool := kind.removesuffix("_output").removesuffix("_call")) in ITEMS:
+                raise ApiError(f"an item of the input has the type {kind!r}: {other_tool(ITEMS[tool])}")
             case _:
                 raise ApiError(
                     f"an item of the input has the type {item.get('type')!r}, or lacks a field: items are message, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import math
@@ -827,6 +828,66 @@ def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, op
         resolve_workflow("agent", options)
 
 
+async def loop_of_openai(api) -> str:
+    async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key) as client:
+        return await tool_loop(functools.partial(client.chat.completions.create, model="policy"))
+
+
+async def loop_of_litellm(api) -> str:
+    library = pytest.importorskip("litellm")
+    access = {"api_base": api.base_url, "api_key": api.api_key}
+    return await tool_loop(functools.partial(library.acompletion, model="openai/policy", **access))
+
+
+async def tool_loop(complete) -> str:
+    messages = [user("Weather?")]
+    while True:
+        message = (await complete(messages=messages, tools=[WEATHER])).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            city = json.loads(call.function.arguments)["city"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"clear sky over {city}"})
+
+
+async def loop_of_pydantic_ai(api) -> str:
+    library = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+
+    def weather(city: str) -> str:
+        return f"clear sky over {city}"
+
+    provider = providers.OpenAIProvider(base_url=api.base_url, api_key=api.api_key)
+    guide = library.Agent(models.OpenAIChatModel("policy", provider=provider), tools=[weather])
+    return (await guide.run("Weather?")).output
+
+
+async def loop_of_anthropic(api) -> str:
+    anthropic = clients.anthropic
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Today's."""
+        return f"clear sky over {city}"
+
+    async with anthropic.AsyncAnthropic(api_key=api.api_key, base_url=api.base_url.removesuffix("/v1")) as client:
+        messages = [user("Weather?")]
+        runner = client.beta.messages.tool_runner(max_tokens=99, model="m", tools=[weather], messages=messages)
+        return (await runner.until_done()).content[0].text
+
+
+@pytest.mark.parametrize("loop", [loop_of_openai, loop_of_anthropic, loop_of_litellm, loop_of_pydantic_ai])
+async def test_a_tool_loop_of_a_client_is_one_conversation_of_exact_tokens(opened, monkeypatch, loop):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    policy, api, _ = await opened(CALL, CALL.replace("Köln", "Rome"), "Sunny.")
+    assert await loop(api) == "Sunny."
+    assert [prompt.count("clear sky over") for prompt in policy.prompts] == [0, 1, 2]
+    assert "clear sky over Köln" in policy.prompts[1] and "clear sky over Rome" in policy.prompts[2]
+    assert len(policy.calls) == 3 and not policy.trajectory(1.0).branches
+
+
 @pytest.mark.parametrize("protocol", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protocol, stream):
@@ -839,7 +900,7 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protoco
         requests.append(city)
         return "clear sky"
 
-    policy, api, chat = await opened(CALL, "Sunny.")
+    policy, api, chat = await opened(CALL, CALL.replace("Köln", "Rome"), "Sunny.")
     model = getattr(library, protocol)(model="m", openai_client=chat._client)
     guide = library.Agent("guide", instructions="Be brief.", tools=[weather], model=model)
     if stream:
@@ -847,8 +908,8 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protoco
         [event async for event in outcome.stream_events()]
     else:
         outcome = await library.Runner.run(guide, "Weather?")
-    assert (outcome.final_output, requests) == ("Sunny.", ["Köln"])
-    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+    assert (outcome.final_output, requests) == ("Sunny.", ["Köln", "Rome"])
+    assert len(policy.calls) == 3 and not policy.trajectory(1.0).branches
 
 
 async def test_a_graph_of_langgraph_goes_on_in_one_conversation(opened):
@@ -859,12 +920,13 @@ async def test_a_graph_of_langgraph_goes_on_in_one_conversation(opened):
         """Today's."""
         return f"clear sky over {city}"
 
-    policy, api, _ = await opened("fair: " + CALL, "Sunny.")
+    policy, api, _ = await opened("fair: " + CALL, CALL.replace("Köln", "Rome"), "Sunny.")
     model = chat_model(model="m", base_url=api.base_url, api_key=api.api_key, max_retries=0)
     graph = prebuilt.create_react_agent(model, [weather], prompt="Be brief.")
     response = await graph.ainvoke({"messages": [("user", "Weather?")]})
-    assert [message.content for message in response["messages"]][2:] == ["clear sky over Köln", "Sunny."]
-    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+    told = ["clear sky over Köln", "", "clear sky over Rome", "Sunny."]
+    assert [message.content for message in response["messages"]][2:] == told
+    assert len(policy.calls) == 3 and not policy.trajectory(1.0).branches
 
 
 async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monkeypatch):
@@ -873,7 +935,7 @@ async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monk
     default = pytest.importorskip("minisweagent.agents.default")
     local = pytest.importorskip("minisweagent.environments.local")
     litellm_model = pytest.importorskip("minisweagent.models.litellm_model")
-    commands = ["echo fixed > code", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    commands = ["echo begun", "echo fixed > code", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
     policy, api, _ = await opened(*(f"So: <tool_call>{call}</tool_call>" for call in calls))
     model = litellm_model.LitellmModel(
@@ -886,7 +948,7 @@ async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monk
     )
     outcome = await asyncio.to_thread(coder.run, "Fix code.")
     assert (outcome["exit_status"], (tmp_path / "code").read_text()) == ("Submitted", "fixed\n")
-    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+    assert len(policy.calls) == 3 and not policy.trajectory(1.0).branches
 
 
 PRICES = """
