@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from actors.gateway.user_sessions import UserSample
+from areal.base.errors import explain
 from areal.extensions.agents.openai_api import MAX_STOPS, ApiError, Json, SamplingFields, StopText
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores
@@ -43,7 +44,8 @@ class CompletionRequest(SamplingFields):
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of each prompt. Raises ApiError."""
         given = self.prompt if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else [self.prompt]
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+        with explain(Exception, "prompt: the model's tokenizer does not take it ({why})", ApiError):  # raises anything
+            prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
         if not all(prompts):
             raise ApiError("prompt: a prompt has no token")
         return prompts

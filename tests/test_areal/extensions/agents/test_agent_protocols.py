@@ -8,9 +8,10 @@ import contextlib
 import json
 import sys
 
+import aiohttp
 import numpy as np
 import pytest
-from fakes.scripted_policy import Session, byte_tokenizer
+from fakes.scripted_policy import CHATML, Session, byte_tokenizer
 from support import clients
 
 from areal.data.rows import Row
@@ -525,3 +526,137 @@ async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
     row = Row(0, "?", "", None, {"prompt": "?"})
     outcome = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}", agent_reward=True)
     assert outcome.reward == 0.5
+
+
+# --- bodies of Codex and Claude Code, after public captures of what these programs send
+
+SHELL = {"cmd": {"type": "string"}}
+CODEX = {
+    "model": "policy",
+    "instructions": "You are Codex.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": {"type": "object", "properties": SHELL, "required": ["cmd"], "additionalProperties": False},
+        }
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+CLAUDE_CODE = {
+    "model": "policy",
+    "max_tokens": 32000,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.208; cch=0a1;"},
+        {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [
+        {"name": "Bash", "description": "Runs a command.", "input_schema": {"type": "object", "properties": SHELL}}
+    ],
+    "metadata": {"user_id": "user_1"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+
+
+def codex_item(role: str, text: str) -> dict:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+@pytest.fixture
+async def posted(serve):
+    """Posts a body to a sample whose chat template takes one system message, the first: the answer or its events."""
+    tokenizer = byte_tokenizer()
+    system = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('at the beginning') }}{% endif %}"
+    tokenizer.chat_template = CHATML.replace("{% for m in messages %}", "{% for m in messages %}" + system)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*says):
+            session = Session(*says, tokenizer=tokenizer)
+            api = await serve(session)
+            http = await stack.enter_async_context(aiohttp.ClientSession(headers={"x-api-key": api.api_key}))
+
+            async def post(path: str, body: dict, stream: bool):
+                async with http.post(f"{api.base_url}/{path}", json=body | {"stream": stream}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    if not stream:
+                        return await answer.json()
+                    lines = (await answer.text()).splitlines()
+                    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+            return session, post
+
+        yield start
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_loop_of_codex_is_one_conversation(posted, stream):
+    call = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "ls"}}</tool_call>'
+    session, post = await posted(f"I look.{call}", "Done.")
+    items = [
+        codex_item("developer", "<permissions instructions>read-only</permissions instructions>"),
+        codex_item("user", "<environment_context><cwd>/w</cwd></environment_context>"),
+        codex_item("user", "List."),
+    ]
+    answer = await post("responses", CODEX | {"input": items}, stream)
+    done = (
+        [event["item"] for event in answer if event["type"] == "response.output_item.done"]
+        if stream
+        else answer["output"]
+    )
+    said, called = done
+    assert (said["content"][0]["text"], called["name"], json.loads(called["arguments"])) == (
+        "I look.",
+        "exec_command",
+        {"cmd": "ls"},
+    )
+    result = {"type": "function_call_output", "call_id": called["call_id"], "output": "a.py"}
+    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    await post("responses", CODEX | {"input": [*items, reasoning, said, called, result]}, stream)
+    beginning = "tools exec_commandsystem You are Codex.\n\n<permissions instructions>read-only"
+    assert session.prompts[0].startswith(beginning)
+    assert session.prompts[1] == f"{session.prompts[0]}I look.{call}tool a.pyassistant "
+    assert not session.trajectory(1.0).branches
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_loop_of_claude_code_is_one_conversation(posted, stream):
+    call = '<tool_call>{"name": "Bash", "arguments": {"cmd": "ls"}}</tool_call>'
+    session, post = await posted(f"I look.{call}", "Done.")
+    reminder = {"type": "text", "text": "<system-reminder>Today.</system-reminder>"}
+    messages = [
+        {
+            "role": "user",
+            "content": [reminder, {"type": "text", "text": "List.", "cache_control": {"type": "ephemeral"}}],
+        },
+        {"role": "system", "content": "Available agents: none."},
+    ]
+    answer = await post("messages", CLAUDE_CODE | {"messages": messages}, stream)
+    if stream:
+        blocks = [event["content_block"] for event in answer if event["type"] == "content_block_start"]
+        deltas = [event["delta"] for event in answer if event["type"] == "content_block_delta"]
+        blocks = [blocks[0] | {"text": deltas[0]["text"]}, blocks[1] | {"input": json.loads(deltas[1]["partial_json"])}]
+    else:
+        blocks = answer["content"]
+    assert [block.get("text") or block["input"] for block in blocks] == ["I look.", {"cmd": "ls"}]
+    result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "a.py", "is_error": False}
+    messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    later = CLAUDE_CODE["system"][1:]
+    billed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.208; cch=9f2;"}
+    await post("messages", CLAUDE_CODE | {"messages": messages, "system": [billed, *later]}, stream)
+    assert session.prompts[0] == (
+        "tools Bashsystem You are Claude Code.user <system-reminder>Today.</system-reminder>List.\n\n"
+        "Available agents: none.assistant "
+    )
+    assert session.prompts[1] == f"{session.prompts[0]}I look.{call}tool a.pyassistant "
+    assert not session.trajectory(1.0).branches
