@@ -137,7 +137,9 @@ class KeyConfig(Section):
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the key: printf %s KEY | sha256sum")
     rights: list[Literal["serve", "reward", "reward_all"]] = ["serve"]
     """serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"""
-    train: bool = Field(True, description="whether its sessions may be trained")
+    train: bool = True
+    """whether its sessions may be trained; false: for programs that evaluate, whose requests may set temperature,
+    top_p, top_k and min_p"""
     calls_per_minute: int | None = Field(None, ge=1, description="most requests a minute, n answers are n; null: any")
     tokens_per_minute: int | None = Field(None, ge=1)
     """most sampled tokens a minute, where an answer in progress counts with all that it may have; null: any number"""

@@ -287,7 +287,7 @@ class SimEngine:
             stream.stop()
             self._streams.pop(key, None)
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
+    async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
