@@ -411,19 +411,7 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
             f"{cores} cores, taken in turns: trainer.ranks={max(1, cores // config.trainer.threads)} is faster.",
             file=sys.stderr,
         )
-    if hides_avx512() and not mkl_library():
-        print(
-            "Note: there is no C compiler here, which areal/cpu/mkl.c takes, so products of matrices use half of this "
-            "processor and differ in their last bits from those with it: install gcc.",
-            file=sys.stderr,
-        )
-    halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
-    if halves and lacks_bf16():
-        print(
-            f"Note: this processor has no instructions for bfloat16, which makes matrix products several times slower: "
-            f"set {' and '.join(halves)} to float32.",
-            file=sys.stderr,
-        )
+    _tell_of_processor(config)
     elements = sum(sizes.values())
     needs = {"generators": config.generator.count * _engine_bytes(config.generator, elements)}
     if config.steps:
@@ -442,6 +430,23 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
         raise UserError(
             f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
             f"model, fewer processes or trainer.lora, or a machine with more."
+        )
+
+
+def _tell_of_processor(config: Config) -> None:
+    """Print a note if this processor computes more slowly than it could, or has no bfloat16 that the run asks for."""
+    if hides_avx512() and not mkl_library():
+        print(
+            "Note: there is no C compiler here, which areal/cpu/mkl.c takes, so products of matrices use half of this "
+            "processor and differ in their last bits from those with it: install gcc.",
+            file=sys.stderr,
+        )
+    halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
+    if halves and lacks_bf16():
+        print(
+            f"Note: this processor has no instructions for bfloat16, which makes matrix products several times slower: "
+            f"set {' and '.join(halves)} to float32.",
+            file=sys.stderr,
         )
 
 

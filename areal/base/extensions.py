@@ -114,6 +114,8 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
         return plugins.load(name, what or kind)
     if named := entry(kind, name):
         return named.load(what)
+    if name.endswith(".py"):
+        raise UserError(f"the {kind} {name!r} is a file: name what is in it, {name}:NAME")
     raise UserError(
         f"there is no {kind} {name!r}: name one of {', '.join(names(kind))}, or your own as package.module:object or "
         f"path/to/file.py:object"
