@@ -55,7 +55,7 @@ class CompletionRequest(SamplingFields):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-class Completion:
+class TextCompletion:
     """The completion of one prompt. scores: of the prompt, if it is a part of the answer."""
 
     def __init__(self, request: CompletionRequest, tokenizer: Any, prompt: list[int], scores: TokenScores | None):
@@ -114,7 +114,7 @@ class Completion:
         return text
 
 
-def completions_body(request: CompletionRequest, completions: list[Completion], prompts: list[list[int]]) -> Json:
+def completions_body(request: CompletionRequest, completions: list[TextCompletion], prompts: list[list[int]]) -> Json:
     sampled = sum(len(completion.sampled) for completion in completions if completion.sampled is not None)
     prompt = sum(map(len, prompts))
     return {

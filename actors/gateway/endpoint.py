@@ -25,7 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
-from actors.gateway.completions import Completion, CompletionRequest, completions_body
+from actors.gateway.completions import CompletionRequest, TextCompletion, completions_body
 from actors.gateway.keys import KeyAccount, Right, UserKeys
 from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
 from actors.sampling.jobs import SampleFailed
@@ -175,12 +175,12 @@ class GatewayEndpoint(OpenAIEndpoint):
         completions = await asyncio.gather(*(self._completion(account.name, body, prompt) for prompt in prompts))
         return web.json_response(completions_body(body, completions, prompts), headers={"X-Areal-Trained": "no"})
 
-    async def _completion(self, key: str, request: CompletionRequest, prompt: list[int]) -> Completion:
+    async def _completion(self, key: str, request: CompletionRequest, prompt: list[int]) -> TextCompletion:
         sample = self._sessions.untrained(key, request).sample
         request.check_sampling(sample.sampling)
         scored = request.echo and request.logprobs is not None and len(prompt) > 1
         scores = await self._sessions.score(prompt, max(1, request.logprobs or 0)) if scored else None
-        completion = Completion(request, self._sessions.tokenizer, prompt, scores)
+        completion = TextCompletion(request, self._sessions.tokenizer, prompt, scores)
         if request.max_tokens != 0:
             with explain(SampleFailed, "the completion has failed: {why}", ApiError):
                 await completion.sample(sample)
