@@ -36,6 +36,8 @@ from results import show, write
 from runs import ROOT, find_free_port
 
 from areal.data import addition, quickstart
+from areal.extensions.desk.audit import read_journal
+from areal.storage.record import Record
 from areal.storage.rollouts import files, opened
 from areal.storage.run_files import ROLLOUTS
 
@@ -43,7 +45,6 @@ USERS, KEYS = 20, {"user": "key-of-users", "hostile": "key-of-an-enemy"}
 CALLS_A_MINUTE, SESSIONS, ATTACKERS = 60, 4, 6
 HUGE = "a" * (4 << 20)
 PROBE = addition.make_row(0, 0, max_digits=8)["prompt"]
-TRAINED = ("ready", "batched", "trained")
 START_SECONDS, CALL_SECONDS = 180.0, 60.0
 
 
@@ -69,9 +70,9 @@ class Door:
         return await self.ask("POST", "chat/completions", body, **{"X-Session-Id": session})
 
 
-async def use(number: int, door: Door, seconds: list[tuple[float, float]], taken: dict[str, int]) -> None:
+async def use(number: int, door: Door, seconds: list[tuple[float, float]], taken: set[str]) -> None:
     """A user: asks for a sum, and rewards the answer. seconds: when each call began, and how long it took. taken: gets
-    the sessions whose reward was acknowledged, and the gateway."""
+    the sessions whose reward was acknowledged."""
     for question in range(1_000_000):
         row = addition.make_row(number, question, max_digits=8)
         session, began = f"{number}-{question}", time.monotonic()
@@ -83,7 +84,7 @@ async def use(number: int, door: Door, seconds: list[tuple[float, float]], taken
         value = addition.reward(row["prompt"], answer["choices"][0]["message"]["content"] or "", row)
         status, answer = await door.ask("POST", f"sessions/{session}/reward", {"reward": value, "id": session})
         if status == 200 and answer["state"] == "ready":
-            taken[session] = door.port
+            taken.add(session)
         await asyncio.sleep(0.2)
 
 
@@ -126,7 +127,7 @@ async def measure(ports: tuple[int, int], minutes: float, run: subprocess.Popen[
                 sys.exit(f"the policy does not answer: {answer}")
             await asyncio.sleep(0.5)
         latencies: list[tuple[float, float]] = []
-        taken: dict[str, int] = {}
+        taken: set[str] = set()
         statuses = Counter[int]()
         users = [asyncio.create_task(use(n, doors["user"][n % 2], latencies, taken)) for n in range(USERS)]
         began = time.monotonic()
@@ -138,14 +139,11 @@ async def measure(ports: tuple[int, int], minutes: float, run: subprocess.Popen[
             task.cancel()
         ended = await asyncio.gather(*enemies, *users, return_exceptions=True)
         failures = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
-        by_port = {door.port: door for door in doors["user"]}
-        states = [(await by_port[port].ask("GET", f"sessions/{name}"))[1] for name, port in taken.items()]
-        lost = sum(state is None or state["state"] not in TRAINED for state in states)
     quiet = [took for start, took in latencies if began <= start < attacked]
     busy = [took for start, took in latencies if start >= attacked]
     return {
         "minutes": minutes,
-        "users": {"calls": len(latencies), "rewards": len(taken), "lost": lost, "failures": failures},
+        "users": {"calls": len(latencies), "rewards": sorted(taken), "failures": failures},
         "seconds_quiet": _quantiles(quiet),
         "seconds_attacked": _quantiles(busy),
         "hostile": {
@@ -155,15 +153,16 @@ async def measure(ports: tuple[int, int], minutes: float, run: subprocess.Popen[
     }
 
 
-def trained_in(folder: Path) -> Counter[str]:
-    """How many sessions of each key were trained, by the rollouts of the run."""
-    samples = set[tuple[str, str]]()
+def sessions_in(folder: Path) -> tuple[Counter[str], set[str]]:
+    """How many sessions of each key a run has trained, and the names of these and of those that are ready for it."""
+    trained = dict[str, str]()
     for path in files(folder / ROLLOUTS):
         with opened(path) as file:
-            for row in file.read(["group", "fate", "row"]).to_pylist():
-                if row["fate"] == "trained":
-                    samples.add((row["group"], json.loads(row["row"])["session"].partition(":")[0]))
-    return Counter(key for _, key in samples)
+            rows = file.read(["group", "fate", "row"]).to_pylist()
+        trained |= {row["group"]: json.loads(row["row"])["session"] for row in rows if row["fate"] == "trained"}
+    ready = [group for group in read_journal(Record(folder)).ledger.dump()["groups"] if group["state"] != "open"]
+    counts = Counter(name.partition(":")[0] for name in trained.values())
+    return counts, {*trained.values(), *(group["session"] for group in ready)}
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:
@@ -202,16 +201,19 @@ def main() -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.wait(60)
             run.kill()
-    results["trained"] = dict(trained_in(folder / "doors"))
+    counts, kept = sessions_in(folder / "doors")
+    users = results["users"]
+    users |= {"rewards": len(users["rewards"]), "lost": sum(f"user:{n}" not in kept for n in users["rewards"])}
+    results["trained"] = dict(counts)
     show(
         "Seconds of an answer to users",
         ("", "median", "95 %", "worst", "calls"),
         [(name, *results[f"seconds_{name}"].values()) for name in ("quiet", "attacked")],
-        [f"users: {results['users']}", f"hostile key: {results['hostile']}", f"trained: {results['trained']}"],
+        [f"users: {users}", f"hostile key: {results['hostile']}", f"trained: {results['trained']}"],
     )
     write(results, options.json)
     answers = max(results["hostile"]["answers"].get("200", 0), results["trained"].get("hostile", 0))
-    harmed = results["users"]["lost"] or results["users"]["failures"] or not results["users"]["rewards"]
+    harmed = users["lost"] or users["failures"] or not users["rewards"]
     return int(bool(harmed or answers > results["hostile"]["most_calls"]))
 
 
