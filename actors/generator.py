@@ -10,7 +10,7 @@ master ends the hold. A generator knows nothing about tasks or rewards.
 |---|---|---|
 | main | a published or held version newer than the loaded one | loads it, then the sequences that wait for it |
 | outputs of the engine | messages of vLLM's process | the flows of the askers |
-| one for each flow | tokens, at most every 20 ms | the samples of a manager |
+| one for each flow | tokens, at most every 50 ms | the samples of a manager |
 | weights for others | the next chunk on disk | the main loops of the generators below it in the tree |
 | device (`colocate`) | the trainer's turn to end | wakes the engine |
 
@@ -101,6 +101,7 @@ class Engine(Protocol):
         first_version: int | None = None,
         pictures: Sequence[Any] = (),
         cache_salt: str = "",
+        whole: bool = False,
     ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
@@ -350,6 +351,7 @@ class Generator(Actor):
                 first_version=new.first_version,
                 pictures=prompt.seen(),
                 cache_salt=new.cache_salt,
+                whole=new.whole,
             )
             with self.member.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as parts:

@@ -531,7 +531,7 @@ class JobFailed(Part):
 class NewSequence(Part):
     """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
     `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `cache_salt`: it shares the
-    KV cache of a prefix with sequences of the same one alone."""
+    KV cache of a prefix with sequences of the same one alone. `whole`: the asker reads no token before the last."""
 
     job: int
     prompt: int
@@ -544,6 +544,7 @@ class NewSequence(Part):
     min_version: int
     first_version: int | None = None
     cache_salt: Name = ""
+    whole: bool = False
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")

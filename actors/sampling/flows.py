@@ -33,7 +33,7 @@ from protocols.transport import Peer, Request
 # Timeout of a flow's stream, which breaks much earlier if its server falls silent.
 FLOW_SECONDS = 30 * 24 * 3600.0
 # Least time between two parts of a flow. The first result after a pause does not wait.
-GATHER_SECONDS = 0.02
+GATHER_SECONDS = 0.05
 # Most jobs in a request, and bytes of results in a part.
 JOBS, PART_BYTES = 256, 512 << 10
 # Most pictures that a request of several jobs brings along: a large one may take a server a second.

@@ -171,6 +171,7 @@ class Call(Job):
                     min_version=call.min_version,
                     first_version=call.sample.first_version,
                     cache_salt=call.sample.cache_salt,
+                    whole=call._keep is None,
                 )
             )
         tokens_of_all = tuple(tokens for _, tokens in prompts.values())

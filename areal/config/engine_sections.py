@@ -77,7 +77,9 @@ class GeneratorConfig(EngineConfig):
     count: int = Field(1, ge=1, description="generators of a run on one machine")
     max_concurrent_rollouts: int = Field(64, ge=1)
     """most sequences that a generator runs at once; fewer if its KV cache is too small"""
-    stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk; a user's first comes at once")
+    stream_interval: int = Field(
+        16, ge=1, description="tokens per chunk, if parts are read; a user's first comes at once"
+    )
     interrupt: bool = True
     """new weights interrupt the running sequences; false: these finish first, and no others begin"""
     kv_on_update: Literal["recompute", "keep"] = "recompute"

@@ -219,6 +219,7 @@ class GenerationEngine:
         first_version: int | None = None,
         pictures: Sequence[Any] = (),
         cache_salt: str = "",
+        whole: bool = False,
     ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
         last one has a `finish`. The first one of a user, who waits for it, has one token.
@@ -227,13 +228,15 @@ class GenerationEngine:
         first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
         reuses prefixes since this version, otherwise only those that the current weights have computed.
         pictures: those that the first placeholders among the tokens stand for. cache_salt: a name of the user, if the
-        call is one's: it reuses prefixes of calls with the same name alone.
+        call is one's: it reuses prefixes of calls with the same name alone. whole: no part is read before the last, so
+        that all but the first may be longer.
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
         tokens and pictures that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
         max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         params = _sampling_params(
             tuple(self._model.stop_tokens),
+            whole,
             max_tokens=max_tokens,
             min_tokens=min(sampling.min_new_tokens, max_tokens),
             temperature=sampling.temperature,
@@ -464,9 +467,10 @@ class GenerationEngine:
         salt: str | None,
         features: list[MultiModalFeatureSpec] | None,
     ) -> None:
-        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams  # vllm itself would import the module anew for each request
         from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         request = EngineCoreRequest(
             request_id=key,
@@ -479,7 +483,10 @@ class GenerationEngine:
             cache_salt=salt,
             data_parallel_rank=None,
         )
-        await self._call(self._core.add_request_async(request))
+        try:
+            await self._core.add_request_async(request)  # the engine gives no answer
+        except EngineDeadError as error:
+            raise self._fail(_death(error)) from error
 
     def _salt(self, of_user: str = "", first_version: int | None = None) -> str | None:
         """Requests share the KV cache of a prefix only if their salts are equal: that of a user, and of weights."""
@@ -693,12 +700,13 @@ class _Sequence:
 
 
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
-def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> SamplingParams:
+def _sampling_params(stop_tokens: tuple[int, ...] = (), whole: bool = False, **settings: float) -> SamplingParams:
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
     options: dict[str, Any] = {"logprobs": 0, "detokenize": False} | settings
     params = SamplingParams(**options, stop_token_ids=list(stop_tokens))
+    params.extra_args = {"whole": True} if whole else None
     of_draws = () if settings.get("temperature", 1) else ("top_p", "top_k", "min_p")  # without an effect if greedy
     for name, value in settings.items():
         if name not in of_draws and (used := getattr(params, name)) != value:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -46,6 +47,11 @@ from areal.samples.table import NO_WORD
 from areal.weights.lora import stored_tensors
 
 NOTHING = np.zeros(0, np.float32)
+GATHER_SECONDS = 0.02
+"""Least time between two messages with tokens while sequences run: a message costs more than the tokens in it."""
+WHOLE = 8
+"""How many times longer the chunks are of a sequence of which nothing is read before its end. A generator that dies
+loses a chunk, which is generated again."""
 ON_CPU = current_platform.is_cpu()
 
 if gloo := extensions.own_entries().get(("direct", "engine")):
@@ -206,19 +212,29 @@ def _finish_reload(model: torch.nn.Module) -> None:
 
 def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists:
     """The log-probs of each token and of the likeliest words, as many as were asked for, [tokens, 1 + words], and these
-    words, [tokens, words]: `NO_WORD` for a word that the sampler has left out, which has no log-prob."""
-    logprobs = np.concatenate([part.logprobs for part in parts])
+    words, [tokens, words]: `NO_WORD` for a word that the sampler has left out, which has no log-prob. A step has as
+    many words as the sequence in it that asks for most."""
+    width = max(part.logprobs.shape[1] for part in parts)
+    logprobs = np.concatenate([_widened(part.logprobs, width) for part in parts])
     words = NOTHING
-    if logprobs.shape[1] > 1:
-        numbers = np.concatenate([part.logprob_token_ids for part in parts])
+    if width > 1:
+        numbers = np.concatenate([_widened(part.logprob_token_ids, width) for part in parts])
         words = np.where(np.isneginf(logprobs), NO_WORD, numbers)[:, 1:].astype(np.int32)
     return LogprobsLists(words, logprobs, NOTHING)
 
 
+def _widened(rows: np.ndarray, width: int) -> np.ndarray:
+    """[tokens, width]: the rows, and after them log-probs of words that were left out, or the numbers of such words."""
+    missing = width - rows.shape[1]
+    fill = -np.inf if rows.dtype.kind == "f" else NO_WORD
+    return np.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
+
+
 class _Gathers:
     """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one; a
-    user's first token, who waits for it, at once. All log-probs and routes (uint8 [tokens, width]) of a step's message
-    are in its first output, one after another: an array each would cost more than they.
+    user's first token, who waits for it, at once; later tokens of which none is read before the last, WHOLE times as
+    many. Steps within GATHER_SECONDS share a message, except the first step after a pause. All log-probs and routes
+    (uint8 [tokens, width]) of a message are in its first output, one after another: an array each would cost more.
 
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
     the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
@@ -232,6 +248,10 @@ class _Gathers:
         self._held: dict[str, list[_Held]] = {}
         self._seen: dict[str, int] = {}  # pauses before the last output, by request
         self._pauses = 0
+        self._waiting: list[_Part] = []
+        self._sent = 0.0  # the time of the last message; 0: there is none since the last pause
+        self._labelled = EngineCoreOutputs()  # the first step since the last pause
+        self._unsent = [0, 0]  # prefix cache queries and hits since the last message
         self._patches: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by the names of pictures
 
     def add_request(self, request: Request) -> None:
@@ -243,19 +263,42 @@ class _Gathers:
         super().set_pause_state(pause_state)  # type: ignore[misc]
         if pause_state == PauseState.UNPAUSED:  # and not when it begins: steps in flight are finished in it
             self._pauses += 1
+            self._sent = 0.0
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         steps: dict[int, EngineCoreOutputs] = super().update_from_output(scheduled, result)  # type: ignore[misc]
-        for step in steps.values():
+        for step in steps.values():  # one: an engine has one generator
             _set_routes(step.outputs, scheduled, result)
-            ready = [part for output in step.outputs for part in self._ready(output, step)]
-            step.outputs = [part.output for part in ready]
+            self._labelled = self._labelled if self._sent else step
+            self._waiting += [part for output in step.outputs for part in self._ready(output)]
+            if self._holds(step):
+                return {}
+            ready, self._waiting = self._waiting, []
+            step.outputs = [part.labelled(self._pauses) for part in ready]
             if logprobs := [lists for part in ready for lists in part.logprobs]:
                 step.outputs[0].new_logprobs = _joined(logprobs)
             if routes := [array for part in ready for array in part.routes]:
                 rows = np.concatenate(routes)
                 step.outputs[0].routed_experts = rows.reshape(len(rows), -1).view(np.uint8)
         return steps
+
+    def has_requests(self) -> bool:
+        """Whether there is another step, which also sends what waits: after a pause, or an abort of what ran."""
+        return bool(self._waiting) or super().has_requests()  # type: ignore[misc]
+
+    def _holds(self, step: EngineCoreOutputs) -> bool:
+        """Whether the outputs of a step wait for those of the next one."""
+        now, counts = time.monotonic(), step.scheduler_stats and step.scheduler_stats.prefix_cache_stats
+        runs = self.running and self.pause_state == PauseState.UNPAUSED  # type: ignore[attr-defined]
+        urgent = step.finished_requests or any(part.urgent for part in self._waiting)
+        if counts:
+            self._unsent = [self._unsent[0] + counts.queries, self._unsent[1] + counts.hits]
+        if runs and not urgent and now < self._sent + GATHER_SECONDS:
+            return True
+        if counts:
+            (counts.queries, counts.hits), self._unsent = self._unsent, [0, 0]
+        self._sent = now
+        return False
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
@@ -266,19 +309,23 @@ class _Gathers:
 
     def _interval(self, request: str, begins: bool) -> int:
         """How many tokens of a sequence are enough to send them. begins: it has its first one."""
-        of_user = begins and user_of(self.requests[request].cache_salt)  # type: ignore[attr-defined]
-        return 1 if of_user else self.scheduler_config.stream_interval  # type: ignore[attr-defined]
+        asked, interval = self.requests[request], self.scheduler_config.stream_interval  # type: ignore[attr-defined]
+        if begins:
+            return 1 if user_of(asked.cache_salt) else int(interval)
+        whole = asked.sampling_params and (asked.sampling_params.extra_args or {}).get("whole")
+        return int(interval) * (WHOLE if whole else 1)
 
-    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> "Iterator[_Part]":
+    def _ready(self, output: EngineCoreOutput) -> "Iterator[_Part]":
         """What to send of this output's sequence now."""
         begins = output.request_id not in self._seen
         if self._seen.get(output.request_id) != self._pauses:
             output.events = None
         self._seen[output.request_id] = self._pauses
         held = self._held.setdefault(output.request_id, [])
-        held.append(_Held(output, step, self._pauses))
+        held.append(_Held(output, self._labelled, self._pauses))
         tokens = sum(len(entry.output.new_token_ids) for entry in held)
-        if output.finish_reason is None and tokens < self._interval(output.request_id, begins):
+        interval = self._interval(output.request_id, begins) if output.finish_reason is None else 0
+        if tokens < interval:
             return
         del self._held[output.request_id]
         if output.finish_reason is not None:
@@ -286,16 +333,13 @@ class _Gathers:
         for pauses, group in groupby(held, key=lambda entry: entry.pauses):
             parts = list(group)
             outputs = [entry.output for entry in parts]
-            if pauses == self._pauses:
-                combined = output
-            else:  # vLLM has labelled these steps
-                combined = EngineCoreOutput(f"{output.request_id}@{parts[0].step.weight_version}", [])
+            combined = output if pauses == self._pauses else EngineCoreOutput(output.request_id, [])
             logprobs = [piece.new_logprobs for piece in outputs if piece.new_logprobs is not None]
             combined.new_token_ids = [token for piece in outputs for token in piece.new_token_ids]
             combined.events = [event for piece in outputs for event in piece.events or ()] or None
             routes = [piece.routed_experts for piece in outputs if piece.routed_experts is not None]
             combined.new_logprobs = combined.routed_experts = None
-            yield _Part(combined, logprobs, routes)
+            yield _Part(combined, logprobs, routes, pauses, parts[0].step, interval == 1)
 
 
 def user_of(salt: str | None) -> str:
@@ -304,11 +348,21 @@ def user_of(salt: str | None) -> str:
 
 
 class _Part(NamedTuple):
-    """An output to send, and the log-probs and routes of its tokens."""
+    """An output to send, the log-probs and routes of its tokens, and a step after so many pauses, as those that made
+    them. urgent: a user waits for it."""
 
     output: EngineCoreOutput
     logprobs: list[LogprobsLists]
     routes: list[np.ndarray]
+    pauses: int
+    step: EngineCoreOutputs
+    urgent: bool
+
+    def labelled(self, pauses: int) -> EngineCoreOutput:
+        """The output, to be sent after so many pauses. vLLM has labelled the step once it was sent."""
+        if self.pauses != pauses:
+            self.output.request_id += f"@{self.step.weight_version}"
+        return self.output
 
 
 class _Held(NamedTuple):

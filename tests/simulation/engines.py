@@ -254,6 +254,7 @@ class SimEngine:
         first_version: int | None = None,
         pictures: Sequence[Any] = (),
         cache_salt: str = "",
+        whole: bool = False,
     ) -> AsyncGenerator[Generation, None]:
         await self._admits.wait()
         if self._error is not None:

@@ -35,7 +35,7 @@ class Engine:
     def __init__(self):
         self.seen = []
 
-    async def generate(self, name, tokens, sampling, *, first_version, pictures, cache_salt):
+    async def generate(self, name, tokens, sampling, *, first_version, pictures, cache_salt, whole):
         self.seen.append([picture.name for picture in pictures])
         table = TokenTable()
         table.extend(1, {"tokens": [7], "logprobs": [-1.0], "versions": 0})

@@ -107,6 +107,7 @@ class ModelEngine:
         first_version: int | None = None,
         pictures: Sequence[Any] = (),
         cache_salt: str = "",
+        whole: bool = False,
     ) -> AsyncIterator[Generation]:
         prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
         stream = ModelSequence(self._setup.prompt_tokens, *self._lengths.next(prompt))

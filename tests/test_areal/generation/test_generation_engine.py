@@ -593,10 +593,39 @@ async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine:
 
 
 async def test_the_first_token_of_a_user_comes_at_once(engine: GenerationEngine) -> None:
-    parts = engine.generate("r", PROMPT, ENDLESS, max_new_tokens=10, cache_salt="user")
+    parts = engine.generate("r", PROMPT, SamplingConfig(max_new_tokens=10, min_new_tokens=10), cache_salt="user")
     lengths = [len(part.tokens) async for part in parts]
     assert lengths[0] == 1 and all(length >= CONFIG.stream_interval for length in lengths[1:-1])
     assert sum(lengths) == 10
+
+
+async def test_a_sequence_of_which_nothing_is_read_before_its_end_comes_in_longer_chunks(
+    engine: GenerationEngine,
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=100, min_new_tokens=100)
+    lengths = [len(part.tokens) async for part in engine.generate("r", PROMPT, sampling, whole=True)]
+    assert lengths[0] >= CONFIG.stream_interval and sum(lengths) == 100
+    assert len(lengths) > 2 and all(length >= 8 * CONFIG.stream_interval for length in lengths[1:-1])
+
+
+async def test_steps_that_follow_each_other_closely_share_a_message(engine: GenerationEngine) -> None:
+    before = engine.stats().steps
+    await collect(engine.generate("r", PROMPT, SamplingConfig(max_new_tokens=256, min_new_tokens=256)))
+    assert engine.stats().steps - before < 256
+
+
+async def test_a_sequence_that_ends_just_before_the_last_of_the_others_is_given_up_is_whole(
+    engine: GenerationEngine,
+) -> None:
+    for number in range(10):
+        other = asyncio.create_task(collect(engine.generate(f"other{number}", PROMPT, ENDLESS)))
+        ending = asyncio.create_task(
+            collect(engine.generate(f"r{number}", PROMPT, SAMPLING, max_new_tokens=1 + number))
+        )
+        await asyncio.sleep(0.005 * number)
+        other.cancel()
+        async with asyncio.timeout(SECONDS):
+            assert len((await ending).tokens) <= 1 + number
 
 
 async def test_a_stopped_sequence_ends_with_its_stop_token_and_a_cut_one_has_all_its_tokens(
@@ -1091,11 +1120,11 @@ async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_the
 async def test_sequences_that_a_full_kv_cache_preempts_lose_no_token_and_have_the_logprobs_of_their_version(
     models: Models,
 ) -> None:
-    """Ten blocks of KV cache for four sequences that need three each, and an update in the middle."""
+    """Ten blocks of KV cache for four sequences that need six each, and an update in the middle."""
     block = 2 * 2 * 2 * 32 * 4 * BLOCK_SIZE  # bytes: keys and values, layers, heads, head size, fp32
     sizes = {"max_model_len": 200, "kv_cache_gib": 10 * block / 2**30}
     engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update=sizes), version=0)
-    sampling = SamplingConfig(temperature=0.8, max_new_tokens=48, min_new_tokens=48)
+    sampling = SamplingConfig(temperature=0.8, max_new_tokens=150, min_new_tokens=150)
     prompts = [PROMPT[i : 40 + i] for i in range(4)]  # no two share a block
     tasks = [asyncio.create_task(collect(engine.generate("r", prompt, sampling))) for prompt in prompts]
     await until(lambda: engine.stats().preemptions > 0)
@@ -1104,7 +1133,7 @@ async def test_sequences_that_a_full_kv_cache_preempts_lose_no_token_and_have_th
     await engine.close()
     assert 1 in np.concatenate([sequence.versions for sequence in sequences])
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.versions) == 48
+        assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.versions) == 150
         for version in set(sequence.versions.tolist()):
             part = sequence.versions == version
             expected = reference(models[version], prompt, sequence.tokens, sampling.temperature, without=EOS)
@@ -1246,7 +1275,8 @@ async def test_the_death_of_the_engine_is_told_and_what_was_sampled_before_is_ke
     engine: GenerationEngine, models: Models
 ) -> None:
     progress: list[Generation] = []
-    running = asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), progress))
+    sampling = SamplingConfig(max_new_tokens=900, min_new_tokens=900)
+    running = asyncio.create_task(collect(engine.generate("r", PROMPT, sampling), progress))
     await until(lambda: bool(progress))
     for child in psutil.Process().children(recursive=True):
         if child.status() != psutil.STATUS_ZOMBIE and "EngineCore" in " ".join(child.cmdline()):
