@@ -185,7 +185,7 @@ async def test_a_service_that_dies_fails_the_sample(tmp_path, monkeypatch, owner
         with pytest.raises(SandboxError, match=f"{url}/sandboxes/"):
             async with owner.opened(url, Task(), Limits(), SECONDS) as sandbox:
                 set_fault(url, "dies")
-                await sandbox.exec("true", seconds=4.0)
+                await sandbox.exec("true", seconds=1.0)
         assert process.wait() == 1
     assert owner.running == 0
 
