@@ -13,7 +13,15 @@ from pydantic import Field
 
 from actors.gateway.user_sessions import UserSample
 from areal.base.errors import explain
-from areal.extensions.agents.openai_api import MAX_STOPS, ApiError, Json, SamplingFields, StopText
+from areal.extensions.agents.openai_api import (
+    MAX_STOPS,
+    ApiError,
+    Json,
+    SamplingFields,
+    StopText,
+    aside,
+    check_length,
+)
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import keep_until_text
@@ -41,13 +49,24 @@ class CompletionRequest(SamplingFields):
     stream: Literal[False] | None = False
     suffix: None = None
 
-    def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """The tokens of each prompt. Raises ApiError."""
-        given = self.prompt if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else [self.prompt]
+    @property
+    def given(self) -> list[Any]:
+        """The prompts, each a text or its tokens."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]
+
+    async def prompts(self, tokenizer: Any, most_characters: int) -> list[list[int]]:
+        """The tokens of each prompt. most_characters: of one. Raises ApiError."""
+        length = sum(check_length(prompt, None, most_characters) for prompt in self.given)
+        return await aside(length, self._encode, tokenizer)
+
+    def _encode(self, tokenizer: Any) -> list[list[int]]:
         with explain(Exception, "prompt: the model's tokenizer does not take it ({why})", ApiError):  # raises anything
-            prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+            prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self.given]
         if not all(prompts):
             raise ApiError("prompt: a prompt has no token")
+        for token in (token for prompt in prompts for token in prompt if not 0 <= token < len(tokenizer)):
+            raise ApiError(f"prompt: {token} is no token of the model, which has {len(tokenizer)}")
         return prompts
 
     @property

@@ -170,8 +170,8 @@ class GatewayEndpoint(OpenAIEndpoint):
             raise ApiError(ONLY_UNTRAINED.format(name=account.name), "forbidden", 403)
         account.check_tokens()
         body = parse(CompletionRequest, await body_of(request))
-        prompts = body.prompts(self._sessions.tokenizer)
-        account.use_calls(len(prompts) - 1)
+        account.use_calls(len(body.given) - 1)
+        prompts = await body.prompts(self._sessions.tokenizer, self._most_characters)
         completions = await asyncio.gather(*(self._completion(account.name, body, prompt) for prompt in prompts))
         return web.json_response(completions_body(body, completions, prompts), headers={"X-Areal-Trained": "no"})
 

@@ -477,8 +477,8 @@ def most_characters(config: Config, tokenizer: Any) -> int:
     return int(longest) * CHARACTERS_PER_TOKEN
 
 
-def check_length(messages: list[Json], tools: list[Json] | None, most_characters: int) -> int:
-    """The characters of messages and tools. Raises ApiError if they cannot fit into the model's context: to find out
+def check_length(messages: list[Json] | str | list[int], tools: list[Json] | None, most_characters: int) -> int:
+    """The characters of messages, or a prompt, and tools. Raises ApiError if they cannot fit into the model's context: to find out
     by encoding would take minutes."""
     length = len(json.dumps([messages, tools], ensure_ascii=False))
     if length > most_characters:

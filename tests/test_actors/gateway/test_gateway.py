@@ -803,6 +803,23 @@ async def test_completions_say_how_likely_a_prompt_is_and_belong_to_no_session(c
         assert status == 403 and "use a key with train: false (gateway.keys.anna.train)" in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ("2+" * 5000, "the model takes at most 4096"),
+        ([[0] * 5000], "the model takes at most 4096"),
+        ([1, -1], "prompt: -1 is no token of the model"),
+        ([1, 2**40], f"prompt: {2**40} is no token of the model"),
+    ],
+)
+async def test_prompts_that_no_engine_could_take_are_refused_before_they_are_sampled(city, prompt, why):
+    generator = city.config.generator.model_copy(update={"max_model_len": 256})
+    short = City(city.config.model_copy(update={"generator": generator}))
+    async with short.gateway() as client:
+        status, refused, _ = await client.ask("completions", {"prompt": prompt, "max_tokens": 1}, EXAMINER)
+    assert status == 400 and why in str(refused)
+
+
 async def test_fields_that_no_template_shows_are_not_stored(city):
     city.says = ["hello"] * 2
     junk = "nobody reads this" * 100
