@@ -36,7 +36,7 @@ from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests
 from actors.runtime.bound_addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
-from actors.runtime.works import LOOK_SECONDS, Evidence, Works
+from actors.runtime.works import LOOK_SECONDS, Evidence, Works, nothing
 from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import stop_signals
@@ -192,7 +192,7 @@ class Membership:
         self._parts[part] = None
 
     def working(
-        self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0
+        self, what: str, kind: str = "", evidence: Evidence = nothing
     ) -> contextlib.AbstractContextManager[None]:
         """Mark the block as work of this actor: the master counts a run as stalled only while no actor works. A block
         that waits for other actors is not work.

@@ -18,6 +18,11 @@ Evidence = Callable[[], float | None]
 """A number that differs from the one before if the work has moved; None: at present nobody expects that it moves."""
 
 
+def nothing() -> float:
+    """The evidence of work that has none."""
+    return 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
     """A work in progress. `still`: the seconds since its evidence moved, in which this process ran. `longest`: the
@@ -51,24 +56,40 @@ class Works:
         self._clock = clock
         self._operations: dict[Operation, None] = {}  # the oldest first
         self._kinds = Counter[str]()  # of the operations
+        self._given_up: dict[str, Operation] = {}  # by kind, the last one
         self._ended: dict[str, float] = {}
         self._waits = 0
 
     @contextmanager
-    def working(self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0) -> Iterator[None]:
+    def working(self, what: str, kind: str = "", evidence: Evidence = nothing) -> Iterator[None]:
         """Mark the block as work. kind: "" if it has deadlines of its own."""
         now = self._clock()
         operation = Operation(kind, what, now, evidence, now, evidence())
+        operation.still = self._still_before(operation)
         self._operations[operation] = None
         self._kinds[kind] += 1
         try:
             yield
+        except BaseException:
+            operation.look(self._clock(), evidence())
+            self._given_up[kind] = operation
+            raise
         finally:
             del self._operations[operation]
             self._kinds[kind] -= 1
+        self._given_up.pop(kind, None)
         if kind:  # of what failed or was cancelled nobody knows whether it would have moved
             operation.look(self._clock(), evidence())
             self._ended[kind] = max(operation.longest, self._ended.get(kind, 0.0))
+
+    def _still_before(self, operation: Operation) -> float:
+        """For how long the evidence of a work that begins has stood still. An engine that hangs is found although each
+        of its requests is given up before long."""
+        if operation.evidence is nothing or operation.value is None:
+            return 0.0
+        others = [*self._operations, *filter(None, [self._given_up.get(operation.kind)])]
+        same = (other for other in others if other.evidence is operation.evidence)
+        return max((other.still for other in same if other.value == operation.value), default=0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -57,6 +57,29 @@ def test_what_failed_or_was_cancelled_says_nothing_about_how_long_such_work_take
     assert clock.works.take_ended() == {} and clock.works.report() == ()
 
 
+def test_an_engine_that_hangs_stands_still_although_each_of_its_requests_is_given_up():
+    clock, counter = Clock(), [0]
+
+    def steps() -> float:
+        return counter[0]
+
+    for number in range(4):  # one after another, and one beside each
+        with failing(), clock.works.working("sampling", "sample", steps):
+            clock.run(3)
+            with failing(), clock.works.working("sampling", "sample", steps):
+                clock.run(2)
+                assert clock.still == {"sample": 5.0 * (number + 1)}
+                raise RuntimeError
+            raise RuntimeError
+    counter[0] += 1
+    with clock.works.working("sampling", "sample", steps):
+        clock.run(3)
+        assert clock.still == {"sample": 3.0}
+        counter[0] += 1
+    with clock.works.working("sampling", "sample", steps):
+        assert clock.still == {"sample": 0.0}
+
+
 def test_time_in_which_the_process_was_suspended_does_not_count():
     clock = Clock()
     with clock.works.working("loading", "load"):
