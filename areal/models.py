@@ -236,8 +236,8 @@ def is_mixture(folder: Path) -> bool:
 def mixture_of(folder: Path) -> tuple[str | None, int]:
     """The kind of the model in `folder`, and the experts of a layer; 0 if it has none. Raises UserError."""
     counts = [sizes_of(folder).get(name) or 0 for name in EXPERTS]
-    most = (max(count, default=0) if isinstance(count, list) else count for count in counts)  # that of each layer
-    return _text_type(folder), max(most)
+    numbers = (max(count, default=0) if isinstance(count, list) else count for count in counts)  # that of each layer
+    return _text_type(folder), max(numbers)
 
 
 Gates = Literal["softmax", "sigmoid", "logits"]

@@ -155,6 +155,14 @@ def test_a_benchmark_runs_and_writes_its_results(name, keys, tmp_path, request):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_each_objective_makes_a_step_at_each_age(tmp_path):
+    typed("tests/benchmarks/ages.py", ["--json", "ages.json"], tmp_path)
+    rows = json.loads((tmp_path / "ages.json").read_text())
+    assert {row["age"] for row in rows} == {1, 4, 8} and len({row["objective"] for row in rows}) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_survives_the_first_faults_of_the_soak(tmp_path):
     typed(
         "tests/benchmarks/soak.py", [], tmp_path
@@ -203,7 +211,7 @@ CHECKS = {"bus": check_bus, "memory": check_memory, "sandbox": check_sandbox, "v
 
 
 def test_all_benchmarks_but_those_that_have_tests_of_their_own_are_run():
-    assert {*FAST, *SLOW, "bench", "paper_mini", "paper_tables", "soak", "storm", "vs_trl"} == {*BENCHMARKS}
+    assert {*FAST, *SLOW, "ages", "bench", "paper_mini", "paper_tables", "soak", "storm", "vs_trl"} == {*BENCHMARKS}
 
 
 def test_all_benchmarks_are_run_by_one_command(tmp_path):

@@ -52,8 +52,8 @@ class CompletionRequest(SamplingFields):
     @property
     def given(self) -> list[Any]:
         """The prompts, each a text or its tokens."""
-        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return list(self.prompt) if several else [self.prompt]
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if is_list else [self.prompt]
 
     async def prompts(self, tokenizer: Any, most_characters: int) -> list[list[int]]:
         """The tokens of each prompt. most_characters: of one. Raises ApiError."""
@@ -90,21 +90,21 @@ class TextCompletion:
     def choice(self, index: int) -> Json:
         """As the answer has it."""
         sampled = np.zeros(0, np.int32) if self.sampled is None else self.sampled.tokens
-        said = self._tokenizer.decode(sampled, skip_special_tokens=True)
-        end = min((at for stop in self._request.stops if (at := said.find(stop)) >= 0), default=len(said))
+        text = self._tokenizer.decode(sampled, skip_special_tokens=True)
+        end = min((at for stop in self._request.stops if (at := text.find(stop)) >= 0), default=len(text))
         head = self._tokenizer.decode(self._prompt) if self._request.echo else ""
         finish = "length" if self.sampled is None else self.sampled.finish or "length"
         logprobs = None if self._request.logprobs is None else self._logprobs()
-        return {"index": index, "text": head + said[:end], "finish_reason": finish, "logprobs": logprobs}
+        return {"index": index, "text": head + text[:end], "finish_reason": finish, "logprobs": logprobs}
 
     def _logprobs(self) -> Json:
         entries: list[tuple[int, float | None, Json | None]] = []
         if self._request.echo:
-            first, *others = self._prompt
+            first, *tokens = self._prompt
             entries.append((first, None, None))
             if self._scores is not None:
                 entries += zip(
-                    others, self._scores.logprobs.tolist(), map(self._likeliest, range(len(others))), strict=True
+                    tokens, self._scores.logprobs.tolist(), map(self._likeliest, range(len(tokens))), strict=True
                 )
         if self.sampled is not None:
             pairs = zip(self.sampled.tokens.tolist(), self.sampled.logprobs.tolist(), strict=True)
@@ -121,12 +121,14 @@ class TextCompletion:
         """The likeliest tokens at a place of the prompt, and the prompt's own, by their texts."""
         assert self._scores is not None
         tokens, logprobs = self._scores.top_tokens[place].tolist(), self._scores.top_logprobs[place].tolist()
-        found: Json = {}
+        likeliest: Json = {}
         for token, logprob in zip(
             [*tokens, self._prompt[place + 1]], [*logprobs, float(self._scores.logprobs[place])], strict=True
         ):
-            found.setdefault(self._text(token), logprob)  # tokens may have the same text: the first is the likeliest
-        return found
+            likeliest.setdefault(
+                self._text(token), logprob
+            )  # tokens may have the same text: the first is the likeliest
+        return likeliest
 
     def _text(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])

@@ -87,9 +87,9 @@ class Works:
         of its requests is given up before long."""
         if operation.evidence is nothing or operation.value is None:
             return 0.0
-        others = [*self._operations, *filter(None, [self._given_up.get(operation.kind)])]
-        same = (other for other in others if other.evidence is operation.evidence)
-        return max((other.still for other in same if other.value == operation.value), default=0.0)
+        works = [*self._operations, *filter(None, [self._given_up.get(operation.kind)])]
+        same = (work for work in works if work.evidence is operation.evidence)
+        return max((work.still for work in same if work.value == operation.value), default=0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -112,8 +112,8 @@ async def measure(model: Path, seed: int, options: argparse.Namespace, folder: P
             for batch in batches:
                 learner.load(saved)
                 step = learner.step(batch, version=AGES[-1], temperature=1.0)
-                found = {"seed": seed, "age": age, "objective": name, "gain": gain(learner, fresh, before)}
-                results.append(found | {"clipped": step.clip_fraction, "effective": step.effective_sample_size})
+                row = {"seed": seed, "age": age, "objective": name, "gain": gain(learner, fresh, before)}
+                results.append(row | {"clipped": step.clip_fraction, "effective": step.effective_sample_size})
     learner.close()
     return results
 
@@ -126,7 +126,10 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16, help="of a batch, each of 8 samples")
     parser.add_argument("--batches", type=int, default=1, help="recorded for each age and seed")
     parser.add_argument("--json", type=Path, help="results are added to this file")
+    parser.add_argument("--quick", action="store_true", help="two seeds of the smallest size: does it run?")
     options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.groups = [0, 1], 2
     os.environ["HF_HUB_OFFLINE"] = "1"
     results = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     with tempfile.TemporaryDirectory() as parent:
@@ -140,7 +143,7 @@ def main() -> None:
 
 def table(results: list[dict[str, Any]]) -> None:
     """The gains of the first objective, and how much more the others gain on the same samples."""
-    seeds, (first, *others), rows = sorted({result["seed"] for result in results}), OBJECTIVES, []
+    seeds, (first, *later), rows = sorted({result["seed"] for result in results}), OBJECTIVES, []
 
     def of(name: str, age: int, value: str) -> list[float]:
         chosen = [r for r in results if (r["objective"], r["age"]) == (name, age)]
@@ -150,7 +153,7 @@ def table(results: list[dict[str, Any]]) -> None:
         cells = []
         for age in AGES:
             gains = of(name, age, "gain")
-            if name in others:
+            if name in later:
                 gains = [gain - base for gain, base in zip(gains, of(first, age, "gain"), strict=True)]
             error = stdev(gains) / len(gains) ** 0.5
             cells.append(f"{1000 * mean(gains):+.1f} +- {1000 * error:.1f} ({mean(of(name, age, 'clipped')):.2f})")

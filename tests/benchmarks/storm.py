@@ -182,10 +182,10 @@ class Run:
         would undo."""
         versions = sorted(int(path.name.split("_")[1]) for path in (self.folder / "checkpoints").glob("step_*"))
         words = ("--resume", str(self.folder), "--from-step", str(versions[max(0, len(versions) - 2)]))
-        asked = subprocess.run([sys.executable, str(ROOT / "run.py"), *words], capture_output=True, text=True)
-        says = UNDONE.search(asked.stderr)
-        if asked.returncode != 2 or says is None:
-            raise SystemExit(f"the way back is not asked about: {asked.returncode}, {asked.stderr}")
+        command = subprocess.run([sys.executable, str(ROOT / "run.py"), *words], capture_output=True, text=True)
+        says = UNDONE.search(command.stderr)
+        if command.returncode != 2 or says is None:
+            raise SystemExit(f"the way back is not asked about: {command.returncode}, {command.stderr}")
         self.process = self._start(*words, "--yes")
         return int(words[-1]), int(says[1])
 
@@ -293,8 +293,8 @@ def untruths(folder: Path, happened: dict[str, Any]) -> Iterator[str]:
     undone = {*trained_in(abandoned / "rollouts")} | waiting_in(abandoned / "sessions.db")
     undone -= trained.keys() | waiting
     acknowledged = set()
-    for told in happened["stories"]:
-        story = Story(**told)
+    for notes in happened["stories"]:
+        story = Story(**notes)
         name, steps = story.session, trained.get(story.session, [])
         if len(steps) > 1:
             yield f"{name} is trained more than once, in {steps}"
@@ -321,7 +321,7 @@ def untruths(folder: Path, happened: dict[str, Any]) -> Iterator[str]:
 
 
 def figures_of(folder: Path, happened: dict[str, Any]) -> dict[str, Any]:
-    stories = [Story(**told) for told in happened["stories"]]
+    stories = [Story(**notes) for notes in happened["stories"]]
     trained, waiting = trained_in(folder / "rollouts"), waiting_in(folder / "spool.db")
     taken = {s.session for s in stories if any(a["body"]["changed"] for a in s.states("reward"))}
     return {

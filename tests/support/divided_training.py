@@ -57,14 +57,14 @@ def train_divided(models, out, cases):
 
 def assert_as_one_rank(models, out, cases, *, goes_on_alone):
     """goes_on_alone: whether one rank can load the checkpoints."""
-    done = json.loads((out / "norms.json").read_text())
+    divided = json.loads((out / "norms.json").read_text())
     for case, (kind, changes) in cases.items():
         alone = {key: value for key, value in changes.items() if key in OF_THE_LOSS}
         engine = TrainingEngine(models / kind, configuration(alone), seed=0)
         norms = train(engine, models / kind, alone, range(3))
         assert_same(weights_of(out / case / "published"), weights_of(engine.publish(out / case / "alone")), case)
         norms += train(engine, models / kind, alone, [3])
-        assert done[case] == pytest.approx(norms, rel=1e-4), case
+        assert divided[case] == pytest.approx(norms, rel=1e-4), case
         assert min(norms) > 0.05, "the gradients were clipped"
         expected = weights_of(engine.publish(out / case / "alone after"))
         engine.close()

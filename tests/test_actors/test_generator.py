@@ -63,6 +63,7 @@ async def asked(tmp_path):
     generator._engine, generator._loaded = Engine(), Notifier()
     generator._views = Views(str(tmp_path), limit=0)
     generator._sequences, generator._leaving, generator._samples = {}, set(), None
+    generator._tokens_evaluated = 0
     generator._flows = Flows(lambda new: 16, _columns, spawn)
     files = []
 

@@ -478,8 +478,8 @@ def most_characters(config: Config, tokenizer: Any) -> int:
 
 
 def check_length(messages: list[Json] | str | list[int], tools: list[Json] | None, most_characters: int) -> int:
-    """The characters of messages, or a prompt, and tools. Raises ApiError if they cannot fit into the model's context: to find out
-    by encoding would take minutes."""
+    """The characters of messages, or of a prompt, and of tools. Raises ApiError if they cannot fit into the model's
+    context: to find out by encoding would take minutes."""
     length = len(json.dumps([messages, tools], ensure_ascii=False))
     if length > most_characters:
         why = f"the call has {length} characters, and the model takes at most {most_characters}: send less"

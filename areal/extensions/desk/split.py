@@ -201,8 +201,8 @@ def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> fl
     trainer = config.trainer
     apart = model.experts if trainer.expert_parallel > 1 else model.inner if trainer.tensor_parallel > 1 else 0
     parts = ranks if by_zero else trainer.expert_parallel * trainer.tensor_parallel
-    others = ranks // trainer.tensor_parallel if by_zero else 1
-    return model.parameters / (apart / parts + (model.parameters - apart) / others)
+    holders = ranks // trainer.tensor_parallel if by_zero else 1
+    return model.parameters / (apart / parts + (model.parameters - apart) / holders)
 
 
 def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int) -> float:
@@ -215,12 +215,12 @@ def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpoin
     tokens, passes = row_tokens(config, ranks, longest) / trainer.sequence_parallel, 3 if checkpointing else 2
     states = size * tokens * model.hidden * model.layers * passes
     n, m = trainer.expert_parallel, trainer.tensor_parallel
-    sent = states * model.chosen * 2 * (n - 1) / n + states * 2 * 2 * (m - 1) / m
+    volume = states * model.chosen * 2 * (n - 1) / n + states * 2 * 2 * (m - 1) / m
     apart = model.experts if n > 1 else model.inner if m > 1 else 0
     of_weights = 2 * size + 4 if stage == 3 else 4
     for parameters, holders in ((apart / (n * m), ranks // (n * m)), (model.parameters - apart, ranks // m)):
-        sent += of_weights * parameters * (holders - 1) / holders
-    return sent
+        volume += of_weights * parameters * (holders - 1) / holders
+    return volume
 
 
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:

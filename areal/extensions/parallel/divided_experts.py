@@ -58,10 +58,10 @@ class DividedExperts(Division):
         self._group = groups._get_expert_parallel_group(f"ep_size_{self._size}")
         self._holders = groups._get_expert_data_parallel_group(f"ep_size_{self._size}")
         layers = [name for name, part in engine.module.named_modules() if isinstance(part, AutoEPMoELayer)]
-        known = {number: name for name, number in self._before.items()}
+        names = {number: name for name, number in self._before.items()}
         for name, tensor in _tensors(engine.module).items():
             if layer := next((layer for layer in layers if name.startswith(f"{layer}.")), None):
-                self._names[name] = known.get(id(tensor)) or self._source(layer, name)
+                self._names[name] = names.get(id(tensor)) or self._source(layer, name)
                 if _is_divided(tensor):
                     self._sizes[name] = prod(getattr(tensor, "ds_shape", tensor.shape)[1:])
         del self._before
@@ -72,7 +72,9 @@ class DividedExperts(Division):
         if last in HALVES:
             return f"{layer}.experts.{HALVES[last][0]}"
         (source,) = (
-            known for known in self._before if known.startswith(f"{layer}.gate.") and known.rpartition(".")[2] == last
+            tensor
+            for tensor in self._before
+            if tensor.startswith(f"{layer}.gate.") and tensor.rpartition(".")[2] == last
         )
         return source
 
@@ -85,9 +87,9 @@ class DividedExperts(Division):
     def whole(self, tensor: Tensor) -> Tensor:
         if not _is_divided(tensor):
             return tensor
-        whole = tensor.new_empty(len(tensor) * self._size, *tensor.shape[1:])
-        dist.all_gather(list(whole.chunk(self._size)), tensor.detach().contiguous(), group=self._group)
-        return whole
+        joined = tensor.new_empty(len(tensor) * self._size, *tensor.shape[1:])
+        dist.all_gather(list(joined.chunk(self._size)), tensor.detach().contiguous(), group=self._group)
+        return joined
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         joined = {}

@@ -23,9 +23,9 @@ def clip_divided(
             squares = squares.to(parameter.grad.device)
             squares[int(is_divided(parameter))] += parameter.grad.double().square().sum()
             gradients.append(parameter.grad)
-    whole, parts = squares
+    undivided, parts = squares
     dist.all_reduce(parts, group=group)
-    norm = (whole + parts).sqrt().float()
+    norm = (undivided + parts).sqrt().float()
     for gradient in gradients:
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
     return norm

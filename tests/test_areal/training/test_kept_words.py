@@ -41,8 +41,8 @@ def with_kept_words(batch, seed=0):
         words, most = np.full((len(trajectory), WIDTH), NO_WORD, np.int32), random.integers(1, WIDTH)
         for place in np.flatnonzero(trajectory.sampled):
             count, token = random.integers(0, most + 1), trajectory.tokens[place]
-            others = random.permutation(np.delete(np.arange(VOCAB), token))[:count]
-            words[place, : count + 1] = random.permutation([token, *others])
+            rest = random.permutation(np.delete(np.arange(VOCAB), token))[:count]
+            words[place, : count + 1] = random.permutation([token, *rest])
         return replace(trajectory, kept_words=words)
 
     return [replace(group, trajectories=tuple(map(kept, group.trajectories))) for group in batch]
@@ -51,11 +51,11 @@ def with_kept_words(batch, seed=0):
 def distributions(model, sequence):
     """log pi of all words but those left out, float64 [T - 1, VOCAB], of every token but the first."""
     logits = model(input_ids=torch.from_numpy(sequence.tokens).long()[None]).logits[0, :-1] / TEMPERATURE
-    left = torch.zeros(logits.shape, dtype=torch.bool)
+    allowed = torch.zeros(logits.shape, dtype=torch.bool)
     for place, words in enumerate(sequence.kept_words[1:]):
-        left[place, words[words != NO_WORD]] = True
-    left |= ~left.any(1, keepdim=True)  # a token that was not sampled has no such words
-    return logits.masked_fill(~left, -torch.inf).log_softmax(-1)
+        allowed[place, words[words != NO_WORD]] = True
+    allowed |= ~allowed.any(1, keepdim=True)  # a token that was not sampled has no such words
+    return logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
 
 
 def exact(folder, batch, entropy_coef):

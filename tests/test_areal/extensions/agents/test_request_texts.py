@@ -138,24 +138,27 @@ refusals = contextlib.suppress(ApiError, ValidationError)
 
 @given(st.data())
 def test_a_chat_completion_is_read_with_every_text_or_refused(data):
-    said = Said(data.draw)
-    body = {"messages": said.some(said.message, 1)}
+    speech = Said(data.draw)
+    body = {"messages": speech.some(speech.message, 1)}
     with refusals:
-        check(said.texts, ChatRequest.model_validate(body))
+        check(speech.texts, ChatRequest.model_validate(body))
 
 
 @given(st.data())
 def test_a_request_of_responses_is_read_with_every_text_or_refused(data):
-    said = Said(data.draw)
-    body = {"input": said.any_of(said.text, lambda: said.some(said.item, 1)), **said.maybe(instructions=said.text)}
+    speech = Said(data.draw)
+    body = {
+        "input": speech.any_of(speech.text, lambda: speech.some(speech.item, 1)),
+        **speech.maybe(instructions=speech.text),
+    }
     with refusals:
-        check(said.texts, ResponseReply(ResponsesRequest.model_validate(body), {}).request)
+        check(speech.texts, ResponseReply(ResponsesRequest.model_validate(body), {}).request)
 
 
 @given(st.data())
 def test_a_request_of_messages_is_read_with_every_text_or_refused(data):
-    said = Said(data.draw)
-    system = said.maybe(system=lambda: said.any_of(said.text, lambda: said.some(said.block)))
-    body = {"messages": [*said.some(said.turn, 1), {"role": "user", "content": said.text()}], **system}
+    speech = Said(data.draw)
+    system = speech.maybe(system=lambda: speech.any_of(speech.text, lambda: speech.some(speech.block)))
+    body = {"messages": [*speech.some(speech.turn, 1), {"role": "user", "content": speech.text()}], **system}
     with refusals:
-        check(said.texts, CountRequest.model_validate(body).chat())
+        check(speech.texts, CountRequest.model_validate(body).chat())

@@ -80,8 +80,8 @@ def test_experts_that_cannot_be_divided_are_refused(models, size, ranks, kind, m
 def test_the_kinds_of_models_are_those_of_deepspeed():
     from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 
-    known = {kind: name for name, preset in PRESET_MODELS.items() for kind in preset.hf_model_types}
-    assert known.items() >= PRESETS.items()
+    presets = {kind: name for name, preset in PRESET_MODELS.items() for kind in preset.hf_model_types}
+    assert presets.items() >= PRESETS.items()
 
 
 if __name__ == "__main__":
