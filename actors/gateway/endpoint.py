@@ -27,15 +27,14 @@ from pydantic import BaseModel, Field
 
 from actors.gateway.completions import CompletionRequest, TextCompletion, completions_body
 from actors.gateway.keys import KeyAccount, Right, UserKeys
+from actors.gateway.served_policy import ServedPolicy
 from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
 from actors.sampling.jobs import SampleFailed
 from areal.base.errors import explain
-from areal.config.engine_sections import SamplingConfig
 from areal.config.role_sections import GatewayConfig
 from areal.extensions.agents.anthropic_api import CountRequest
 from areal.extensions.agents.openai_api import ApiError, SamplingFields, prompt_tokens
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
-from areal.samples.trajectory import TokenScores
 from protocols.bus_errors import BusError
 
 log = structlog.get_logger()
@@ -81,13 +80,10 @@ class ServesSessions(Protocol):
     """What the endpoint needs of a gateway. All raise ApiError."""
 
     @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
+    def policy(self) -> ServedPolicy: ...
     def check_call(self, name: str, mark: str) -> None: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
     def untrained(self, key: str, request: SamplingFields) -> UserSession: ...
-    async def score(self, tokens: list[int], top_k: int) -> TokenScores: ...
     async def state(self, name: str) -> dict[str, Any]: ...
     async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
     async def end(self, name: str) -> dict[str, Any]: ...
@@ -162,7 +158,7 @@ class GatewayEndpoint(OpenAIEndpoint):
 
     def _differs(self, body: SamplingFields) -> bool:
         """Whether it asks for other sampling than the run's."""
-        return body.changed(self._sessions.sampling) != self._sessions.sampling
+        return body.changed(self._sessions.policy.sampling) != self._sessions.policy.sampling
 
     async def _complete(self, request: web.Request) -> web.Response:
         account, _ = self._enter(request, "serve")
@@ -171,7 +167,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         account.check_tokens()
         body = parse(CompletionRequest, await body_of(request))
         account.use_calls(len(body.given) - 1)
-        prompts = await body.prompts(self._sessions.tokenizer, self._most_characters)
+        prompts = await body.prompts(self._sessions.policy.tokenizer, self._most_characters)
         completions = await asyncio.gather(*(self._completion(account.name, body, prompt) for prompt in prompts))
         return web.json_response(completions_body(body, completions, prompts), headers={"X-Areal-Trained": "no"})
 
@@ -179,8 +175,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         sample = self._sessions.untrained(key, request).sample
         request.check_sampling(sample.sampling)
         scored = request.echo and request.logprobs is not None and len(prompt) > 1
-        scores = await self._sessions.score(prompt, max(1, request.logprobs or 0)) if scored else None
-        completion = TextCompletion(request, self._sessions.tokenizer, prompt, scores)
+        scores = await self._sessions.policy.score(prompt, max(1, request.logprobs or 0)) if scored else None
+        completion = TextCompletion(request, self._sessions.policy.tokenizer, prompt, scores)
         if request.max_tokens != 0:
             with explain(SampleFailed, "the completion has failed: {why}", ApiError):
                 await completion.sample(sample)
@@ -190,7 +186,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         """Needs no session, and opens none."""
         self._enter(request, "serve")
         body = parse(CountRequest, await body_of(request))
-        count = await prompt_tokens(body.chat(), self._sessions.tokenizer, self._most_characters)
+        count = await prompt_tokens(body.chat(), self._sessions.policy.tokenizer, self._most_characters)
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:

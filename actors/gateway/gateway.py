@@ -26,7 +26,7 @@ from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from areal.base.errors import UserError, explain
 from areal.extensions.agents.openai_api import most_characters
-from protocols.messages import LoadColumns, Work
+from protocols.messages import KeysElsewhere, KeyUse, LoadColumns, ReportKeys, Work
 
 WATCH_SECONDS = 1.0
 # Time for the calls in progress when the gateway leaves.
@@ -52,7 +52,7 @@ class Gateway(Actor):
         self.config, self.directory = member.config, member.directory
         self.sampling = sampling
         self._settings = self.config.gateway
-        keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
+        self._keys = keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         self.sessions = OpenSessions(member, sampling, keys)
         port = self._settings.port and self._settings.port + (member.index or 0)
         sessions = self.sessions
@@ -103,4 +103,10 @@ class Gateway(Actor):
     async def _share_accounts(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await self.sessions.share_accounts()
+            await self.share_accounts()
+
+    async def share_accounts(self) -> None:
+        """Tell the master what the keys have used here, and hear what they have used at other gateways."""
+        answer = await self.member.ask_master(ReportKeys(keys=self._keys.report()), KeysElsewhere)
+        for name, account in self._keys.accounts.items():
+            account.elsewhere = answer.keys.get(name, KeyUse())

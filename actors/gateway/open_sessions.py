@@ -17,33 +17,27 @@ import structlog
 
 from actors.gateway.endpoint import NO_SESSION
 from actors.gateway.keys import UserKeys
-from actors.gateway.user_sessions import UNAVAILABLE, UserReward, UserSession, note_error
+from actors.gateway.served_policy import ServedPolicy
+from actors.gateway.user_sessions import UserReward, UserSession, note_error
 from actors.runtime.membership import Membership
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Sampling
 from areal.base.errors import explain
-from areal.config.engine_sections import SamplingConfig
 from areal.extensions.agents.openai_api import ApiError, SamplingFields
-from areal.samples.trajectory import TokenScores, Trajectory, row_text
+from areal.samples.trajectory import Trajectory, row_text
 from protocols.bus_errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AdoptSessions,
     AskCalls,
-    AskLogprobs,
     AskSamples,
     AskSession,
     DiscardSession,
     Done,
     GroupAccepted,
     GroupStarted,
-    KeysElsewhere,
-    KeyUse,
-    Logprobs,
     LostLeases,
-    Member,
     Message,
     RenewLeases,
-    ReportKeys,
     ScoredSample,
     SessionAnswer,
     SessionDiscarded,
@@ -65,9 +59,6 @@ REWARDED = ("ready", "batched", "trained")
 GONE = "gone"
 # Answered calls of sessions of a key that have ended, which are known.
 ANSWERED = 10_000
-
-# For the log-probs of a prompt.
-SCORE_SECONDS = 60.0
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -130,7 +121,8 @@ class SessionLinks:
 
 
 class OpenSessions:
-    """See the module. keys: of the users. `counts`: numbers of sessions, by what became of them."""
+    """See the module. keys: of the users. `counts`: numbers of sessions, by what became of them. `policy`: as it is
+    served."""
 
     def __init__(self, member: Membership, sampling: Sampling, keys: UserKeys) -> None:
         self._member = member
@@ -139,6 +131,7 @@ class OpenSessions:
         self._sampling = sampling
         self._keys = keys
         self._links = SessionLinks(member, sampling, self._drop)
+        self.policy = ServedPolicy(member, sampling)
         self._sessions: dict[str, UserSession] = {}
         self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
         self._works: set[asyncio.Task[Any]] = set()
@@ -188,25 +181,10 @@ class OpenSessions:
         task.add_done_callback(note_error)
         return await asyncio.shield(task)
 
-    @property
-    def tokenizer(self) -> Any:
-        return self._sampling.services.tokenizer
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """The run's."""
-        return self._config.sampling
-
-    def check_call(self, name: str, mark: str) -> None:
-        """Raises ApiError if a session of this name that has ended has answered the call with this mark."""
-        if mark and (name, mark) in self._keys.of_session(name).answered:
-            why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
-            raise ApiError(why, "session_over", 409)
-
     def untrained(self, key: str, request: SamplingFields) -> UserSession:
         """A session for one request alone, which may ask for other sampling than the run's. No table has it, and it
         never has a group: none of it can be trained. Raises ApiError."""
-        self._serving()
+        self.policy.generators()
         name, links = f"{key}:{secrets.token_hex(8)}", self._links
         account = self._keys.accounts[key]
         session = UserSession(self._sampling.services, name, None, account, links.save, links.report_start)
@@ -214,35 +192,15 @@ class OpenSessions:
         self.count("untrained")
         return session
 
-    async def score(self, tokens: list[int], top_k: int) -> TokenScores:
-        """The log-probs of these tokens, and of the `top_k` likeliest ones at each place. Raises ApiError."""
-        loads = self._sampling.dispatch.loads.requests
-        generator = min(self._serving(), key=lambda member: loads[member.identity], default=None)
-        if generator is None:
-            raise ApiError("no generator is there now: try again later", "no_version", 503)
-        ask = AskLogprobs(lineage=0, version=0, tokens=np.array(tokens, np.int32), top_k=top_k)
-        with (
-            explain(RefusedError, "the prompt cannot be scored: {why}", ApiError),
-            explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)),
-        ):
-            answer = await self._member.ask(generator.address, ask, Logprobs, SCORE_SECONDS)
-        shape = len(answer.logprobs), -1
-        columns = answer.top_tokens.reshape(shape), answer.top_logprobs.reshape(shape)
-        return TokenScores(answer.logprobs, *columns, answer.version)
-
-    def _serving(self) -> list[Member]:
-        """The generators of users. Raises ApiError if there is no version for them."""
-        if self._member.state == "draining":
-            raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
-        users, generators = self._sampling.dispatch.users, self._member.directory.with_role("generator")
-        serving = [member for member in generators if member.serving or not users]
-        if users and not serving:
-            raise ApiError("no evaluated version is served now: try again later", "no_version", 503)
-        return serving
+    def check_call(self, name: str, mark: str) -> None:
+        """Raises ApiError if a session of this name that has ended has answered the call with this mark."""
+        if mark and (name, mark) in self._keys.of_session(name).answered:
+            why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
+            raise ApiError(why, "session_over", 409)
 
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
-        self._serving()
+        self.policy.generators()
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
             name = self._unnamed.get(key, "")
@@ -472,12 +430,6 @@ class OpenSessions:
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
             session.account.open.discard(session.name)
-
-    async def share_accounts(self) -> None:
-        """Tell the master what the keys have used here, and hear what they have used at other gateways."""
-        answer = await self._member.ask_master(ReportKeys(keys=self._keys.report()), KeysElsewhere)
-        for name, account in self._keys.accounts.items():
-            account.elsewhere = answer.keys.get(name, KeyUse())
 
     async def renew(self) -> None:
         """Keep the sessions here, and adopt those that were left."""

@@ -124,8 +124,7 @@ class RunState:
         # The name and the step of each session that was trained, by its group; the groups that users had deleted.
         self.trained_sessions: dict[str, tuple[str, int]] = {}
         self.deleted_sessions: dict[str, None] = {}
-        self.seconds = 0.0
-        self.last_step: dict[str, Any] = {}
+        self.seconds, self.last_step = 0.0, dict[str, Any]()
         self._new = deepcopy(self.dump())
         self._restore()
         self._find_folders()

@@ -137,6 +137,8 @@ class TrainingEngine:
     """
 
     values: TokenValues | None = None  # until a step has left what it found
+    work_done = 0
+    """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
     whole_logprobs: np.ndarray | None = None
     """As those of the proximal policy in `values`, but among all words, where sampling has left words out. Tokens of
     later minibatches have 0."""
@@ -159,44 +161,38 @@ class TrainingEngine:
         self.config = config = config.for_device(cuda=cuda)
         self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
-        self.source = model
-        self._pictures = pictures
+        self.source, self._pictures = model, pictures
         self._views: Any = None  # until a batch has pictures
         self._keep_values, self._keeps_cache = keep_values, keeps_cache
         self._control = control_group()
         self.messages = RankMessages(self._control)
-        settings = deepspeed_config(config)
+        self._division = division_of(config, model)
+        settings = deepspeed_config(config) | self._division.options
         self._stage: int = settings["zero_optimization"]["stage"]
         policy = policy_gradient(config)  # mistakes of the user are said before the model is read
         attention = choose_attention(config.dtype, flash=flash_computes(model))
         self._reader = ModelReader(config, self._stage, attention, longest)
-        self._division = division_of(config, model)
-        check_settings(settings | self._division.options)
+        check_settings(settings)
         self._together = self._division.together(config.sequence_parallel)
         self._ranks_a_row = self._together.size * self._division.ranks_a_row
         register(attention)
         head, groups = self._prepare_model()
         self.algorithm = algorithm_of(policy, config, self.vocab_size)
-        self._start_deepspeed(settings | self._division.options, groups, optimizer_steps)
+        self._start_deepspeed(settings, groups, optimizer_steps)
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._division, self._control)
-        replay = None
-        if config.routing == "replay":
-            replay = self._division.route_replay(self._module, routing_of(model))
         self.device: torch.device = self._deepspeed.device
+        replayed = routing_of(model) if config.routing == "replay" else None
+        replay = self._division.route_replay(self._module, replayed) if replayed else None
         self.passes = Passes(config, attention, self._together, self.device, replay)
         self.passes.fit(self._module, head, self._reader.longest)
         if config.compile:
             self.passes.compile(self._module, head)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
-        adapters = config.lora is not None
-        self._weights = WeightCopies(self._module, self._published, self.messages, self._division, adapters=adapters)
-        self._snapshot: dict[str, Tensor] = {}
-        self._offloaded = OffloadedTensors()
+        self._weights = WeightCopies(self._module, self._published, self.messages, self._division, bool(config.lora))
+        self._snapshot, self._offloaded = dict[str, Tensor](), OffloadedTensors()
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
-        self.work_done = 0
-        """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""

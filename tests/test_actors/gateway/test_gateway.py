@@ -745,7 +745,7 @@ async def test_gateways_share_the_account_of_a_key():
     async with city.gateway(0) as user, city.gateway(1) as neighbour:
         await user.say("hi")
         for gateway in (user, neighbour):
-            await gateway.gateway.sessions.share_accounts()
+            await gateway.gateway.share_accounts()
         status, body, _ = await neighbour.say("hi", session="another")
         assert (status, body["error"]["code"]) == (429, "too_many_sessions")
         statuses = [(await neighbour.ask("models", method="GET"))[0] for _ in range(5)]

@@ -1,0 +1,61 @@
+"""The policy as users are served: its sampling, the generators that serve it, and the log-probs of texts."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from actors.gateway.user_sessions import UNAVAILABLE
+from actors.runtime.membership import Membership
+from actors.sampling.sampling import Sampling
+from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
+from areal.extensions.agents.openai_api import ApiError
+from areal.samples.trajectory import TokenScores
+from protocols.bus_errors import BusError, RefusedError
+from protocols.messages import AskLogprobs, Logprobs, Member
+
+# For the log-probs of a prompt.
+SCORE_SECONDS = 60.0
+
+
+class ServedPolicy:
+    """See the module."""
+
+    def __init__(self, member: Membership, sampling: Sampling) -> None:
+        self._member, self._sampling = member, sampling
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._sampling.services.tokenizer
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The run's."""
+        return self._member.config.sampling
+
+    def generators(self) -> list[Member]:
+        """The generators of users. Raises ApiError if there is no version for them."""
+        if self._member.state == "draining":
+            raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
+        users, generators = self._sampling.dispatch.users, self._member.directory.with_role("generator")
+        serving = [member for member in generators if member.serving or not users]
+        if users and not serving:
+            raise ApiError("no evaluated version is served now: try again later", "no_version", 503)
+        return serving
+
+    async def score(self, tokens: list[int], top_k: int) -> TokenScores:
+        """The log-probs of these tokens, and of the `top_k` likeliest ones at each place. Raises ApiError."""
+        loads = self._sampling.dispatch.loads.requests
+        generator = min(self.generators(), key=lambda member: loads[member.identity], default=None)
+        if generator is None:
+            raise ApiError("no generator is there now: try again later", "no_version", 503)
+        ask = AskLogprobs(lineage=0, version=0, tokens=np.array(tokens, np.int32), top_k=top_k)
+        with (
+            explain(RefusedError, "the prompt cannot be scored: {why}", ApiError),
+            explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)),
+        ):
+            answer = await self._member.ask(generator.address, ask, Logprobs, SCORE_SECONDS)
+        shape = len(answer.logprobs), -1
+        columns = answer.top_tokens.reshape(shape), answer.top_logprobs.reshape(shape)
+        return TokenScores(answer.logprobs, *columns, answer.version)
