@@ -437,7 +437,7 @@ class DiscardSession(Message):
 
     session: Name
     group: Name = ""
-    reason: Literal["expired", "deleted", "opted out", "failed"]
+    reason: Literal["expired", "deleted", "opted out", "failed", "unused"]
 
 
 class SessionDiscarded(Message):

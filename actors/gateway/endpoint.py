@@ -83,6 +83,7 @@ class ServesSessions(Protocol):
     def policy(self) -> ServedPolicy: ...
     def check_call(self, name: str, mark: str) -> None: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
+    async def give_back(self, session: UserSession) -> None: ...
     def untrained(self, key: str, request: SamplingFields) -> UserSession: ...
     async def state(self, name: str) -> dict[str, Any]: ...
     async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
@@ -141,7 +142,7 @@ class GatewayEndpoint(OpenAIEndpoint):
             raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
         if not account.settings.train and isinstance(body, SamplingFields) and self._differs(body):
             session = self._sessions.untrained(account.name, body)
-            return SessionCall(**vars(session.open), session=session, mark=""), body
+            return self._call(session, ""), body
         session_name = own_session or f"{account.name}:{_session_id(request, data)}"
         wishes = request.headers.getall("X-Areal-Train", ["yes"])
         train = account.settings.train and all(value.strip().lower() == "yes" for value in wishes)
@@ -154,7 +155,10 @@ class GatewayEndpoint(OpenAIEndpoint):
         session = await self._sessions.open_session(session_name, train)
         if is_first:
             session.forget_call(mark)
-        return SessionCall(**vars(session.open), session=session, mark=mark), body
+        return self._call(session, mark), body
+
+    def _call(self, session: UserSession, mark: str) -> SessionCall:
+        return SessionCall(**vars(session.open), session=session, mark=mark, give_back=self._sessions.give_back)
 
     def _differs(self, body: SamplingFields) -> bool:
         """Whether it asks for other sampling than the run's."""

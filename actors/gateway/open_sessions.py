@@ -221,6 +221,12 @@ class OpenSessions:
             session.ended = False  # who comes back goes on
             return session
 
+    async def give_back(self, session: UserSession) -> None:
+        """Give up a session of which no call was answered: its permit is free for others."""
+        used = session.sample.calls or session.running or session.rewarding.locked() or session.saves
+        if session.group is not None and not session.group.resumed and not used:
+            await self._discard(session, "unused")
+
     async def state(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
         if isinstance(session, SessionAnswer):

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -313,11 +313,12 @@ async def _same(answer: Answer) -> Answer:
 
 @dataclass(kw_only=True)
 class SessionCall(OpenSample):
-    """One call of a session, as the endpoint answers it. mark: the client's id for it. version: of the first tokens;
-    None until they are there."""
+    """One call of a session, as the endpoint answers it. mark: the client's id for it. give_back: is called with the
+    session of a call that is refused. version: of the first tokens; None until they are there."""
 
     session: UserSession
     mark: str
+    give_back: Callable[[UserSession], Awaitable[None]]
     number: int = 0
     version: int | None = None
 
@@ -332,7 +333,11 @@ class SessionCall(OpenSample):
             on_text(text)
 
         with explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)):
-            answer = await self.session.answer(request, name, on_text and on_piece, mark)
+            try:
+                answer = await self.session.answer(request, name, on_text and on_piece, mark)
+            except ApiError:
+                await self.give_back(self.session)
+                raise
         if self.version is None and len(answer.sampled):
             self.version = int(answer.sampled.versions[0])
         return answer

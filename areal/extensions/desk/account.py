@@ -11,7 +11,7 @@ from areal.storage.record import Record, number_or_nan
 
 HELD_OUT = "held-out accuracy"
 # Why sessions of users are not trained.
-FATES = "expired", "deleted", "opted out", "failed"
+FATES = "expired", "deleted", "opted out", "failed", "unused"
 
 
 def account(run: Record) -> str:

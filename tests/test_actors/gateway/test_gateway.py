@@ -820,6 +820,19 @@ async def test_prompts_that_no_engine_could_take_are_refused_before_they_are_sam
     assert status == 400 and why in str(refused)
 
 
+async def test_a_session_whose_first_call_is_refused_gives_its_permit_back(city):
+    city.says = ["hello"]
+    refused = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.123}
+    async with city.gateway() as client:
+        for _ in range(3):
+            assert (await client.ask("chat/completions", refused, X_Session_Id="s"))[0] == 400
+            assert client.gateway.sessions.stats()["sessions_open"] == 0
+        assert not city.ledger.state.groups
+        await client.say("hi")
+        assert (await client.ask("chat/completions", refused, X_Session_Id="s"))[0] == 400
+        assert client.gateway.sessions.stats()["sessions_open"] == 1
+
+
 async def test_fields_that_no_template_shows_are_not_stored(city):
     city.says = ["hello"] * 2
     junk = "nobody reads this" * 100
