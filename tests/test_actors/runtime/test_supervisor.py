@@ -137,7 +137,7 @@ async def whole(stage, config, tmp_path, monkeypatch):
 
     async def answer(request: Request) -> Status:
         await until((config.folder / "journal.db").exists)
-        return Status(values=json.loads((tmp_path / "status").read_text()))
+        return Status(values={"version": 0, "steps": 1} | json.loads((tmp_path / "status").read_text()))
 
     def make(master: str = "", **scripts: str) -> Stage:
         remainder = dict.fromkeys(("trainer", "generator", "reward", "rollout_manager"), "stay()")
