@@ -102,7 +102,7 @@ def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a
         (["--benchmarks", "gms8k"], "There is no benchmark 'gms8k' .*: known are aime24, .*math500; write the path"),
         (["--benchmarks", "{}/bare.yaml"], "the benchmark bare has no reward: set evaluator.benchmarks.bare.reward"),
         (["--benchmarks", "gsm8k", "--source", "aime24=rows.jsonl"], "--source 'aime24=rows.jsonl' is not of the form"),
-        (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.sampels=2"], "did you mean 'samples'?"),
+        (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.sampels=2"], "did you mean 'evaluator.benchmarks."),
         (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.samples=2"], "at temperature 0 they are all the same"),
     ],
 )

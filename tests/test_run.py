@@ -302,12 +302,12 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["generater.count=2"], "did you mean 'generator'?"),
+        (["generater.count=2"], "did you mean 'generator.count'?"),
         (["batch_size=many"], "batch_size is 'many'"),
         (["filter_zero_signal=true", "group_size=1"], "raise group_size"),
         (["model=./nowhere"], "There is no model folder ./nowhere"),
         (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "no model folder ./gone (trainer.reference): name one"),
-        (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
+        (["trainer.lora.rnk=4"], "did you mean 'trainer.lora.rank'?"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
         (
             ["reward.functions={rows.jsonl: 1, addition: many}"],
@@ -586,7 +586,7 @@ def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> N
     out, error = capsys.readouterr()
     assert out == ""
     assert sentence in error
-    assert len(error.strip().splitlines()) == 1
+    assert len([line for line in error.strip().splitlines() if not line.endswith("are checked")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,10 @@ def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[S
     if "." in names[0]:
         return "keys with dots are for the command line; in a file write one section inside the other."
     keys = [*keys_in(kind)]
-    meant = [name for name in keys if name.endswith(f".{last}") or name.replace(".", "_") == last]
+    unknown_section = names[1:] and names[0] not in kind.model_fields
+    close = difflib.get_close_matches(names[0], kind.model_fields, 1, LIKE) if unknown_section else []
+    meant = [name for name in (".".join([section, *names[1:]]) for section in close) if name in keys]
+    meant = meant or [name for name in keys if name.endswith(f".{last}") or name.replace(".", "_") == last]
     if not meant:
         parent = key.rpartition(".")[0]
         close = difflib.get_close_matches(last, section.model_fields, 1, LIKE)

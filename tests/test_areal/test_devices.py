@@ -80,7 +80,7 @@ from actors.start import commands as parts
 from areal.config import Config
 from areal.extensions.selftest import child
 from areal.extensions.desk import replay
-from areal.training import commands, sft
+from areal.extensions.fine_tuning import commands, sft
 
 def say(*_):
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))

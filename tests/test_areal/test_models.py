@@ -206,6 +206,7 @@ def test_a_damaged_model_is_told(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):
         context_of(tmp_path)
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     complete = (tiny_model / "model.safetensors").read_bytes()
     for content in b"\xff" * 99, complete[:100], complete[:-1]:
         (tmp_path / "model.safetensors").write_bytes(content)

@@ -241,8 +241,9 @@ def test_messages_begin_with_the_template_where_there_is_one_and_text_as_it_is()
 
 
 def test_tools_are_shown_by_the_template():
-    of = tokenizer("{{ tools[0].name }}" + CHATML)
-    assert of.decode(Conversation(of, [{"name": "lookup"}]).prompt([user("x")])).startswith("lookup<start>")
+    of = tokenizer("{{ tools[0].function.name }}" + CHATML)
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    assert of.decode(Conversation(of, tools).prompt([user("x")])).startswith("lookup<start>")
 
 
 def test_a_conversation_in_which_nothing_was_sampled_is_no_sample():

@@ -216,7 +216,7 @@ NOTES = program()["notes"]
 @pytest.mark.parametrize(
     ("servers", "sentence"),
     [
-        ({}, "needs a server: set rollout_manager.workflow_options.servers="),
+        ({}, "needs tools: set rollout_manager.workflow_options.tools="),
         ({"a": {"comand": "python"}}, "Extra inputs are not permitted"),
         ({"a": {}}, "servers.a needs one of command and url"),
         ({"a": NOTES | {"url": "http://localhost"}}, "servers.a needs one of command and url"),

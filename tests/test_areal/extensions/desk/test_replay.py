@@ -218,7 +218,7 @@ def test_samples_count_by_how_much_likelier_they_have_become():
         (["batch_size=8"], "batch_size cannot be changed"),
         (["model=other"], "model cannot be changed"),
         (["trainer.checkpoint_every=1"], "trainer.checkpoint_every cannot be changed"),
-        (["trainer.objektive=ppo"], "did you mean 'objective'?"),
+        (["trainer.objektive=ppo"], "did you mean 'trainer.objective'?"),
         (["trainer.objective=nothing"], "Unknown objective 'nothing'"),
         (["--steps", "3:5"], "No checkpoint of step 3 is in"),
         (["--steps", "1:2"], "begin --steps at 2 or 4 or 0, the run's model"),

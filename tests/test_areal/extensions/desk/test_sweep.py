@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 from support.process_tree import processes_mentioning
 
 from areal.__main__ import main
+from areal.base.command_line import typed
 from areal.base.errors import UserError
 from areal.base.processes import ROOT
 from areal.config import load_config
@@ -109,7 +111,7 @@ def test_the_state_of_each_run_is_printed_and_commands_for_those_that_are_not_fi
     assert main(["sweep", str(file), "--print"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     begun = [["--resume", str(run.config.folder), "--config", str(run.file)] for run in runs[1:3]]
-    assert lines == [["python", "run.py", *words] for words in (*begun, ["--config", str(runs[3].file)])]
+    assert lines == [typed(shlex.join(["run", *words])).split() for words in (*begun, ["--config", str(runs[3].file)])]
     assert load_config(runs[3].file) == runs[3].config
 
 

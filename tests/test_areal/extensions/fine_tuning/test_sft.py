@@ -138,7 +138,7 @@ def test_keys_of_reinforcement_learning_have_no_effect(tiny_model, rows, tmp_pat
         ({"prompt": "a1b1=", "completion": ""}, [], "with the prompt 'a1b1=' has no completion"),
         ({"prompt": "a1b1=", "completion": "2"}, ["max_length=2"], "too few rows of at most max_length=2 tokens"),
         ({"prompt": "a1b1=", "completion": "2"}, ["epoch=2"], "Unknown key 'epoch' in the overrides"),
-        ({"prompt": "a1b1=", "completion": "2"}, ["trainer.lora.rnk=2"], "did you mean 'rank'?"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["trainer.lora.rnk=2"], "did you mean 'trainer.lora.rank'?"),
         ({"prompt": "a1b1=", "completion": "2"}, ["model=./nowhere"], "There is no model folder ./nowhere"),
         ({"prompt": "a1b1=", "completion": "2"}, ["output=."], "already exists"),
         ({"prompt": "a1b1=", "completion": "2"}, ["data.chat_template_kwargs.deep=1"], "has no chat template"),

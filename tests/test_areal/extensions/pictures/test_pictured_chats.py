@@ -115,7 +115,7 @@ async def test_the_rows_pictures_come_in_any_turn_and_as_the_result_of_a_tool(se
     assert trained.tokens.tolist() == [*session.asked[2], 9, 5], "what the engine had is what is trained"
     prompt, _ = place("how many", {"images": [WIDE, SMALL]}, tmp_path, "the row")
     as_in_the_row = ChatRequest(messages=json.loads(json.dumps(prompt)))
-    assert prompt_tokens(as_in_the_row, chat.tokenizer, session) == len([1, *PADS, 6, 7, 5, 2])
+    assert await prompt_tokens(as_in_the_row, chat.tokenizer, 10_000, session) == len([1, *PADS, 6, 7, 5, 2])
 
 
 async def test_the_protocols_say_the_same(session):
