@@ -141,6 +141,7 @@ class Cluster:
         self.trainer = trainer
         member = Membership(Generator, self.bus(NAMES[0]), NOBODY, 0)
         member.config = SimpleNamespace(
+            keeps_words=False,
             model="the model",
             seed=0,
             steps=1,
