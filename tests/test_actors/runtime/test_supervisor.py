@@ -375,7 +375,8 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     play = whole()
 
     def tell(*members: str, **more: list[str]) -> None:
-        status = {"members": [{"identity": identity, "silent": 0.0} for identity in members], "alerts": [], **more}
+        health = {"silent": 0.0, "state": "healthy", "activity": ""}
+        status = {"members": [{"identity": identity, **health} for identity in members], "alerts": [], **more}
         replace_status(tmp_path, status)
 
     tell("generator/0#a", "trainer/0#a", alerts=["generator/0 may hang"])
@@ -425,7 +426,7 @@ async def test_a_child_that_starts_is_left_alone_while_one_before_it_loses_its_p
     monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
     play = whole()
-    earlier = {"identity": "generator/0#a", "silent": silent}
+    earlier = {"identity": "generator/0#a", "silent": silent, "state": "healthy", "activity": ""}
     replace_status(tmp_path, {"members": [earlier], "alerts": ["it is a member"]})
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_is_up)
