@@ -790,8 +790,8 @@ class StoredSamples(Message):
 
 class StoreCalls(Message):
     """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `frame`: of areal.storage.saved_calls.packed. `number`: it replaces those with a lower one. The others as in
-    StoreSamples."""
+    `frame`: of areal.storage.saved_calls.packed. `number`: a frame replaces frames with a lower number. Other
+    fields: as in StoreSamples."""
 
     group: Name
     prompt_index: PromptIndex

@@ -164,9 +164,8 @@ def test_each_objective_makes_a_step_at_each_age(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_survives_the_first_faults_of_the_soak(tmp_path):
-    typed(
-        "tests/benchmarks/soak.py", [], tmp_path
-    )  # with the quickstart's model: `tiny_model` earns no reward to train on
+    # With the quickstart's model: `tiny_model` earns no reward to train on.
+    typed("tests/benchmarks/soak.py", [], tmp_path)
     assert not json.loads((tmp_path / "soak" / "results.json").read_text())["violations"]
 
 

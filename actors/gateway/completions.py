@@ -125,9 +125,8 @@ class TextCompletion:
         for token, logprob in zip(
             [*tokens, self._prompt[place + 1]], [*logprobs, float(self._scores.logprobs[place])], strict=True
         ):
-            likeliest.setdefault(
-                self._text(token), logprob
-            )  # tokens may have the same text: the first is the likeliest
+            # Tokens may have the same text: the first is the likeliest.
+            likeliest.setdefault(self._text(token), logprob)
         return likeliest
 
     def _text(self, token: int) -> str:

@@ -40,11 +40,9 @@ from protocols.bus_errors import BusError
 log = structlog.get_logger()
 SESSION_ID = re.compile(r"(?!-$)[\w.@+-]{1,100}")
 NO_SESSION = "-"
-"""The id of calls that name no session, which none can name: those of one key are one session until it is idle."""
+"""The id of calls that name no session, which no client can name: a key's calls are one session until it is idle."""
 # Of a reward: how many parts it has, and how large each of them and how long its name is, at most.
 MAX_PARTS, LARGEST_PART, LONGEST_NAME = 64, 1e6, 100
-
-
 ONLY_UNTRAINED = (
     "completions are for programs that evaluate, and nothing of them is trained: use a key with train: false "
     "(gateway.keys.{name}.train)"

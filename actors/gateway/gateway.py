@@ -5,12 +5,12 @@ Without a permit it is served and not trained. A call is answered once the train
 sample is ready, so that a kill loses nothing of which the user was told. Another gateway goes on with the sessions of
 one that was lost.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
 | endpoint | requests of users | their answers |
-| renew leases | a quarter of a lease | keeps its sessions, adopts those that were left |
-| watch | 1 s | ends what is idle, expires what has no reward in time |
-| share accounts | 1 s | tells what keys have used here, and hears what they have used elsewhere |
+| renew leases | a quarter of a lease | keeps its sessions, adopts sessions that were left |
+| watch | 1 s | ends idle sessions, expires sessions that have no reward in time |
+| share accounts | 1 s | reports the use of keys here, and hears their use at other gateways |
 """
 
 import asyncio

@@ -195,7 +195,7 @@ class ObserveConfig(Section):
     """readers send it as `Authorization: Bearer`; required if the interface is not loopback"""
     tensorboard: bool = Field(True, description="write TensorBoard event files to the run folder")
     rollouts: Literal["all", "sample", "none"] = "all"
-    """rollouts kept in the run folder, as Parquet; sample: those of one group in 16"""
+    """rollouts kept in the run folder, as Parquet; sample: the rollouts of one group in 16"""
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(None, gt=0)
     """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file the older; null: never"""

@@ -589,7 +589,7 @@ class LedgerState:
         return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
 
     def open_prompts(self) -> list[int]:
-        """The indices of the admitted prompts that are neither trained nor discarded: alive ones and re-queued ones."""
+        """The indices of the admitted prompts that are neither trained nor discarded: alive or re-queued."""
         rows: list[LedgerGroup | QueuedPrompt] = [*self.groups, *self.prompts.requeued]
         return sorted(row.prompt_index for row in rows)
 

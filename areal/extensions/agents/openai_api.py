@@ -222,8 +222,8 @@ class Answer:
 
 
 class ChatSession:
-    """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
-    the tokens of that one; the others begin a conversation of their own.
+    """The calls of one sample. A call whose messages begin with the messages and the answer of an earlier call goes on
+    from the tokens of the earlier call; any other call begins a conversation of its own.
 
     session: makes the calls. most_characters: of a call's messages and tools. last_text: the text of the last answer,
     without tool calls and thinking. rewards: those that the agent has given, by the id of the answer, or None for the

@@ -203,7 +203,7 @@ def _read_rows(
 
 
 def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
-    """The rows of the source: those to train on, and those held out; and what to say of them."""
+    """The rows of the source to train on, and the held-out rows; and notes for the user."""
 
     def put(row: Row) -> Row:
         if row.pictures:
