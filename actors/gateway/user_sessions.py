@@ -147,6 +147,7 @@ class UserSession:
         self._text = 0  # characters in _parts
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
         self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in the order in which they came
+        self.gave: dict[str, str] = {}  # what these gave, by the client's ids of them
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._questions: dict[str, bytes] = {}  # digests of their messages
         self._saving = asyncio.Lock()
@@ -156,11 +157,6 @@ class UserSession:
         """Whether it has no room for another call."""
         short_of_room = self.sample.room < self.sample.call_limit or self._text >= MAX_TEXT
         return bool(self.sample.tokens_sampled) and short_of_room
-
-    @property
-    def gave(self) -> dict[str, str]:
-        """What the rewards of its answers gave, by the client's ids of them."""
-        return {mark: UserReward(value, {}, answer, mark).gave for answer, value, mark in self._rewards if mark}
 
     @property
     def answered(self) -> set[str]:
@@ -175,6 +171,8 @@ class UserSession:
             raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
         self.chat.give_reward(value, answer)
         self._rewards.append((answer, value, mark))
+        if mark:
+            self.gave[mark] = UserReward(value, {}, answer, mark).gave
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with

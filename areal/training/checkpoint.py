@@ -191,20 +191,16 @@ class TrainingState:
             stored.read(place, kind, elements)
 
     def _load_everything(self, stored: "_StoredState", kind: str) -> None:
-        """Each rank reads its part of a divided parameter, and of the others an equal part, which it sends to all."""
+        """Each rank reads its parts of divided parameters. Of the others, each is read by one rank, which sends it."""
         ranks = dist.get_world_size()
-        for name, parameter in self._parameters.items():
+        for number, (name, parameter) in enumerate(self._parameters.items()):
             everything = Fragment(name, 0, parameter.numel())
-            if self._division.holders(parameter)[1] < ranks:
-                self._read(stored, everything, kind, self._elements(everything, kind))
-                continue
+            is_divided, reader = self._division.holders(parameter)[1] < ranks, number % ranks
             flat = torch.empty(everything.size)
-            for rank in range(ranks):
-                start, stop = (everything.size * end // ranks for end in (rank, rank + 1))
-                if rank == dist.get_rank() and start < stop:
-                    self._read(stored, Fragment(name, start, stop), kind, flat[start:stop])
-                if start < stop:
-                    dist.broadcast(flat[start:stop], rank, group=self._control)
+            if is_divided or reader == dist.get_rank():
+                self._read(stored, everything, kind, flat)
+            if not is_divided:
+                dist.broadcast(flat, reader, group=self._control)
             self._elements(everything, kind).copy_(flat)
 
     def _update_weights(self) -> None:

@@ -98,6 +98,7 @@ class WeightCopies:
         parameters: Mapping[str, torch.nn.Parameter],
         messages: RankMessages,
         division: Division,
+        *,
         adapters: bool,
     ) -> None:
         self._module, self._division = module, division

@@ -971,16 +971,21 @@ def deletions_of_the_last_session() -> AbstractContextManager[None]:
     return patch.multiple(Groups, of_session=lambda groups, name: of_session(groups, name)[-1:])
 
 
-def receipts_kept_on_a_way_back() -> AbstractContextManager[None]:
-    """A run that goes back keeps the receipts of rewards that it undoes."""
+def kept_on_a_way_back(name: str) -> AbstractContextManager[None]:
+    """A run that goes back keeps what its state has under this name."""
     go_back = RunState.go_back
 
     def keep(state: RunState, past: Any, spooled: Any) -> None:
-        receipts = state.receipts
+        value = getattr(state, name)
         go_back(state, past, spooled)
-        state.receipts = receipts
+        setattr(state, name, value)
 
     return patch.multiple(RunState, go_back=keep)
+
+
+def receipts_kept_on_a_way_back() -> AbstractContextManager[None]:
+    """A run that goes back keeps the receipts of rewards that it undoes."""
+    return kept_on_a_way_back("receipts")
 
 
 def deletions_undone_on_a_way_back() -> AbstractContextManager[None]:
@@ -1007,14 +1012,7 @@ def trained_sessions_not_counted() -> AbstractContextManager[None]:
 
 def tokens_of_steps_alone() -> AbstractContextManager[None]:
     """The summary counts the tokens of groups that were undone as trained."""
-    go_back = RunState.go_back
-
-    def count(state: RunState, past: Any, spooled: Any) -> None:
-        tokens = state.tokens_trained
-        go_back(state, past, spooled)
-        state.tokens_trained = tokens
-
-    return patch.multiple(RunState, go_back=count)
+    return kept_on_a_way_back("tokens_trained")
 
 
 def sessions_trained_twice() -> AbstractContextManager[None]:

@@ -10,10 +10,17 @@ from test_areal.training.test_routes import with_routes
 
 from areal.models import routing_of
 from areal.training.training_engine import TrainingEngine
-from support.tiny_training import TEMPERATURE, make_batch, settings, weights_of
+from support.tiny_training import TEMPERATURE, make_batch, make_kind, settings, weights_of
 
 ROUNDING = 1e-5
 OF_THE_LOSS = ("critic", "kl_coef", "routing")
+
+
+def make_kinds(kinds, folder):
+    """A model of each kind, in a folder of its name. kinds: the changes to the sizes of each."""
+    for kind, changes in kinds.items():
+        make_kind(kind, folder / kind, **changes)
+    return folder
 
 
 def configuration(changes):

@@ -196,10 +196,16 @@ def training_memory(
     )
 
 
+def _divided(config: Config, model: ModelSizes) -> int:
+    """The parameters of the weights that `trainer.expert_parallel` or `tensor_parallel` divides."""
+    if config.trainer.expert_parallel > 1:
+        return model.experts
+    return model.inner if config.trainer.tensor_parallel > 1 else 0
+
+
 def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> float:
     """By how much the parameters of a rank are fewer than the model's. by_zero: whether ZeRO divides them, too."""
-    trainer = config.trainer
-    apart = model.experts if trainer.expert_parallel > 1 else model.inner if trainer.tensor_parallel > 1 else 0
+    trainer, apart = config.trainer, _divided(config, model)
     parts = ranks if by_zero else trainer.expert_parallel * trainer.tensor_parallel
     holders = ranks // trainer.tensor_parallel if by_zero else 1
     return model.parameters / (apart / parts + (model.parameters - apart) / holders)
@@ -216,7 +222,7 @@ def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpoin
     states = size * tokens * model.hidden * model.layers * passes
     n, m = trainer.expert_parallel, trainer.tensor_parallel
     volume = states * model.chosen * 2 * (n - 1) / n + states * 2 * 2 * (m - 1) / m
-    apart = model.experts if n > 1 else model.inner if m > 1 else 0
+    apart = _divided(config, model)
     of_weights = 2 * size + 4 if stage == 3 else 4
     for parameters, holders in ((apart / (n * m), ranks // (n * m)), (model.parameters - apart, ranks // m)):
         volume += of_weights * parameters * (holders - 1) / holders

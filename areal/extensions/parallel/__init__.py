@@ -1,1 +1,1 @@
-"""Divides experts over ranks by DeepSpeed's AutoEP: read `divided_experts` first."""
+"""Divides experts or tensors over ranks by DeepSpeed: read `divided_experts` first, then `divided_tensors`."""

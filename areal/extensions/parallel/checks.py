@@ -1,4 +1,4 @@
-"""Whether the experts of a model can be divided over ranks: checked before torch and DeepSpeed are imported."""
+"""Whether the experts or tensors of a model can be divided over ranks: checked before torch and DeepSpeed load."""
 
 from pathlib import Path
 
@@ -21,36 +21,35 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 def check_experts(config: TrainerConfig, folder: Path, ranks: int) -> None:
     """Raises UserError if the model in `folder` cannot be divided as the configuration says. ranks: of the trainer."""
-    size = config.expert_parallel
-    if size == 1:
-        return
-    kind, experts = mixture_of(folder)
-    if kind not in PRESETS:
-        why = f"DeepSpeed divides no experts of the model {folder}, of the kind {kind}: it knows {', '.join(PRESETS)}"
-    elif experts % size:
-        why = f"the model {folder} has {experts} experts a layer: set it to a divisor of {experts}"
-    elif ranks % size:
-        why = f"the number of the trainer's ranks is {ranks}: make that a multiple of it"
-    else:
-        return
-    raise UserError(f"trainer.expert_parallel is {size}, but {why}.")
+    if (size := config.expert_parallel) > 1:
+        kind, experts = mixture_of(folder)
+        why = None
+        if kind not in PRESETS:
+            known = ", ".join(PRESETS)
+            why = f"DeepSpeed divides no experts of the model {folder}, of the kind {kind}: it knows {known}"
+        elif experts % size:
+            why = f"the model {folder} has {experts} experts a layer: set it to a divisor of {experts}"
+        _refuse("expert_parallel", size, why, ranks)
 
 
 def check_tensors(config: TrainerConfig, folder: Path, ranks: int) -> None:
     """Raises UserError if the model in `folder` cannot be divided as the configuration says. ranks: of the trainer."""
-    size = config.tensor_parallel
-    if size == 1:
-        return
-    kind, sizes = mixture_of(folder)[0], sizes_of(folder)
-    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    uneven = next((key for key in keys if (sizes.get(key) or 0) % size), None)
-    if kind not in DENSE or sizes.get("attention_bias") or sizes.get("mlp_bias"):
-        biased = " with biases" if kind in DENSE else ""
-        why = f"the model {folder} of the kind {kind}{biased} is none that is divided: {', '.join(DENSE)} are"
-    elif uneven:
-        why = f"the model {folder} has {uneven} {sizes[uneven]}: set it to a divisor of that"
-    elif ranks % size:
+    if (size := config.tensor_parallel) > 1:
+        kind, sizes = mixture_of(folder)[0], sizes_of(folder)
+        keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        uneven = next((key for key in keys if (sizes.get(key) or 0) % size), None)
+        why = None
+        if kind not in DENSE or sizes.get("attention_bias") or sizes.get("mlp_bias"):
+            biased = " with biases" if kind in DENSE else ""
+            why = f"the model {folder} of the kind {kind}{biased} is none that is divided: {', '.join(DENSE)} are"
+        elif uneven:
+            why = f"the model {folder} has {uneven} {sizes[uneven]}: set it to a divisor of that"
+        _refuse("tensor_parallel", size, why, ranks)
+
+
+def _refuse(key: str, size: int, why: str | None, ranks: int) -> None:
+    """Raises UserError if there is a reason, or if the ranks cannot be divided."""
+    if why is None and ranks % size:
         why = f"the number of the trainer's ranks is {ranks}: make that a multiple of it"
-    else:
-        return
-    raise UserError(f"trainer.tensor_parallel is {size}, but {why}.")
+    if why:
+        raise UserError(f"trainer.{key} is {size}, but {why}.")

@@ -72,9 +72,9 @@ class DividedExperts(Division):
         if last in HALVES:
             return f"{layer}.experts.{HALVES[last][0]}"
         (source,) = (
-            tensor
-            for tensor in self._before
-            if tensor.startswith(f"{layer}.gate.") and tensor.rpartition(".")[2] == last
+            source
+            for source in self._before
+            if source.startswith(f"{layer}.gate.") and source.rpartition(".")[2] == last
         )
         return source
 

@@ -84,8 +84,9 @@ class DividedTensors(Division):
 
     def saves(self, parameter: torch.nn.Parameter) -> bool:
         # A model that was read in partitions, at ZeRO 3, keeps these where AutoTP divides nothing.
-        by_all = dist.get_world_size(getattr(parameter, "ds_process_group", self._group)) == dist.get_world_size()
-        return _dimension(parameter) is not None or self._rank == 0 or (by_all and hasattr(parameter, "ds_tensor"))
+        group = getattr(parameter, "ds_process_group", None)
+        by_all = group is not None and dist.get_world_size(group) == dist.get_world_size()
+        return by_all or self._rank == 0 or _dimension(parameter) is not None
 
     def shapes(self, name: str, parameter: torch.nn.Parameter) -> dict[str, list[int]]:
         (shape,) = super().shapes(name, parameter).values()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.divided_training import assert_as_one_rank, configuration, train_divided
+from support.divided_training import assert_as_one_rank, configuration, make_kinds, train_divided
 from support.tiny_training import make_kind, run_worker, settings
 
 from areal.base.errors import UserError
@@ -38,10 +38,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for kind, changes in MODELS.items():
-        make_kind(kind, folder / kind, **changes)
-    return folder
+    return make_kinds(MODELS, tmp_path_factory.mktemp("models"))
 
 
 def test_two_ranks_that_divide_layers_train_publish_and_resume_as_one_rank(models, tmp_path):
