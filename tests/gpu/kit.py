@@ -68,6 +68,26 @@ SMALL_SHAPE = SHAPE | {
     "max_position_embeddings": 2048,
     "initializer_range": 0.05,
 }
+MIXTURE = SHAPE | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "moe_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
+"""A mixture of experts with 1.5B parameters, 0.6B of them active; of no published model."""
+SMALL_MIXTURE = SMALL_SHAPE | {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+SHAPES = {"paper-1.5b": SHAPE, "mixture": MIXTURE, "small": SMALL_SHAPE, "small-mixture": SMALL_MIXTURE}
+"""By the folder of the model."""
 # Of runs. The others are the quickstart's.
 SHORT = ("steps=8", "batch_size=8", "group_size=8", "max_staleness=2", "data.eval_size=32")
 BF16 = ("trainer.dtype=bfloat16", "generator.dtype=bfloat16")
@@ -91,7 +111,8 @@ SMALL_PAPER = (
     "trainer.dtype=float32",
     "generator.dtype=float32",
 )
-ZERO_3, DIRECT = ("trainer.ranks=2", "trainer.zero_stage=3"), ("weights.transport=direct",)
+RANKS, DIRECT = ("trainer.ranks=2", "trainer.zero_stage=2"), ("weights.transport=direct",)
+ZERO_3 = ("trainer.ranks=2", "trainer.zero_stage=3")
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest `logprob_gap` of a step, nats."""
 
@@ -256,9 +277,16 @@ class Kit:
 
     def random_model(self) -> Path:
         """A model of the paper's 1.5B shape, or a small one, with random weights and the quickstart's tokenizer."""
-        folder = self.folder / ("small" if self.rehearsal else "paper-1.5b")
+        return self._model("small" if self.rehearsal else "paper-1.5b")
+
+    def random_mixture(self) -> Path:
+        """The same for a mixture of experts."""
+        return self._model("small-mixture" if self.rehearsal else "mixture")
+
+    def _model(self, name: str) -> Path:
+        folder = self.folder / name
         if not folder.exists():
-            part = folder.with_suffix(".part")
+            part = self.folder / f"{name}.part"
             self.do("model.log", __file__, "--part", "model", "--folder", str(part))
             part.rename(folder)
         return folder
@@ -386,6 +414,11 @@ def parallel(name: str, *changes: str) -> Callable[[Kit], str]:
     return lambda kit: trained(name, *changes, *["colocate=true"] * (kit.machine.gpus == 2))(kit)
 
 
+def experts(kit: Kit) -> str:
+    """A mixture of experts, each half of its experts on a rank of its own."""
+    return parallel("divided-experts", *RANKS, "trainer.expert_parallel=2", f"model={kit.random_mixture()}")(kit)
+
+
 def kills(kit: Kit) -> str:
     """One process of each role that has an engine or the journal is killed, one after another."""
     roles = ("generator", "trainer", "master")
@@ -446,6 +479,8 @@ STAGES = (
     Stage("direct", trained("direct", *DIRECT), 120, gpus=2),
     Stage("tensor-parallel", parallel("tensor-parallel", "generator.tensor_parallel=2"), 200, gpus=2),
     Stage("zero-3", parallel("zero-3", *ZERO_3), 200, gpus=2),
+    Stage("divided-tensors", parallel("divided-tensors", *RANKS, "trainer.tensor_parallel=2"), 200, gpus=2),
+    Stage("divided-experts", experts, 200, gpus=2),
     Stage("zero-3-direct", trained("zero-3-direct", *ZERO_3, *DIRECT), 200, gpus=3),
 )
 
@@ -485,7 +520,7 @@ def write_model(folder: Path) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = make_tokenizer()
-    shape = SMALL_SHAPE if device == "cpu" else SHAPE
+    shape = SHAPES[folder.stem]
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     with torch.device(device):
