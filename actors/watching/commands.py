@@ -1,11 +1,15 @@
 """The tools that serve a run's web page, and list and stop the runs of this machine."""
 
+from pathlib import Path
+
 from areal.base.command_line import RUN, RoomTools
 
 
 def declare(tools: RoomTools) -> None:
-    tools.add("ps", "machine_runs:print_runs", "list the runs that are in progress on this machine")
-    summary = "stop a run on this machine in order, and wait until it has ended; exit code 1 if it has not"
+    add = tools.add("ps", "machine_runs:print_runs", "list the runs that are in progress on this machine").add_argument
+    words = "folder of the run folders of `areal launch`, whose jobs are listed too (default: runs)"
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help=words)
+    summary = "stop a run, also one of `areal launch`, in order, and wait until it has ended; exit code 1 if it has not"
     tools.add("stop", "machine_runs:stop", summary).add_argument("folder", **RUN)
 
     summary = "serve a live web page of a run, or of several with their curves overlaid"

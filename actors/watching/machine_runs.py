@@ -1,4 +1,5 @@
-"""`areal ps` and `areal stop`: the runs of this machine. The process that holds a run's claim is found in /proc."""
+"""`areal ps` and `areal stop`: the runs of this machine, and those that were launched. The process that holds a run's
+claim is found in /proc."""
 
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
+from areal.base import extensions
 from areal.base.command_line import output
 from areal.base.errors import UserError
 from areal.base.text import shown
@@ -69,7 +71,7 @@ def stop_run(run: RunHere) -> list[str]:
     return [f"{survivor.pid} ({_command(survivor)})" for survivor in survivors]
 
 
-def print_runs(_options: Namespace) -> None:
+def print_runs(options: Namespace) -> None:
     from rich.table import Table
 
     table = Table("run", "step", "for", "process", "started by", box=None)
@@ -78,9 +80,17 @@ def print_runs(_options: Namespace) -> None:
         age = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
         table.add_row(str(run.folder), str(steps_trained(run.folder)), age, str(run.process), run.starter)
     output(200).print(table if table.row_count else "No run is in progress on this machine.")
+    if (jobs := extensions.part_of("launch", "jobs")) and (rows := list(jobs(options.runs))):
+        launched = Table("launched run", "step", "job", "state", box=None)
+        for folder, job, state in rows:
+            launched.add_row(str(folder), str(steps_trained(folder)), job, state)
+        output(200).print(launched)
 
 
 def stop(options: Namespace) -> int:
+    stop_job = extensions.part_of("launch", "stop")
+    if stop_job and (code := stop_job(options.folder)) is not None:
+        return int(code)
     run = run_in(options.folder)
     print(f"The run in {options.folder} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)
     if survivors := stop_run(run):

@@ -16,6 +16,7 @@
 | the name of an extension | what the core asks of it, of this project alone |
 | `role` | the class of a role (`actors.runtime.actor.Actor`); of a package: `run.py --role NAME` starts it |
 | `tracker` | a tracker for `observe.trackers` (`areal.extensions.trackers.tracking`) |
+| `launch_target` | a class that submits a run to a scheduler (`areal.extensions.launch.targets`) |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its

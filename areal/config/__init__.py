@@ -88,6 +88,8 @@ class Config(ScoringConfig, metaclass=_Checked):
     scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
+    cluster: dict[str, Any] = Field(default_factory=dict)
+    """nodes for `areal launch`, which alone reads it (areal docs deploy)"""
 
     @model_validator(mode="before")
     @classmethod

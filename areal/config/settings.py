@@ -13,7 +13,7 @@ MAY_CHANGE = (
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_schedule_steps", "trainer.lr_final", "trainer.threads",
     "trainer.ranks", "trainer.zero_stage", "trainer.offload", "gateway",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
-    "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
+    "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options", "cluster",
 )  # fmt: skip
 
 # The keys among them that also hold for the steps that the trainer redoes from its checkpoint.
@@ -27,7 +27,7 @@ SPEED_ONLY = (
     "reward.count", "reward.workers", "reward.concurrent_calls", "reward.cache_size", "weights",
     "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
-    "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel",
+    "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel", "cluster",
 )  # fmt: skip
 
 

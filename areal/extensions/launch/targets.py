@@ -1,0 +1,103 @@
+"""What a target of `areal launch` is: an entry of the kind `launch_target` (`areal.base.extensions`), a class that is
+made without arguments and has the methods of `Target`.
+
+A launch goes on like this:
+
+1. `launch.py` reads the configuration, computes the placement (`placement.py`), and makes a `Launch`.
+2. `target.check(launch)` says what this target cannot do, before anything is written.
+3. `target.render(launch)` gives the target's files, by name. With `--dry-run` they are printed, and this is the end.
+4. The folder RUN_FOLDER/launch gets `run.yaml` (the configuration), `keys/`, and the files.
+5. `target.submit(launch)` gives them to the scheduler. If it raises, the folder is removed again.
+6. `job.json` there names the target and its job: `areal ps` calls `status`, `areal stop` calls `stop`.
+
+What a process of the job does is the same everywhere:
+
+* the master: `python -m areal.extensions.launch.master FOLDER ADDRESS` (`Launch.master`), which starts the run, or
+  resumes it if it has begun;
+* any other role: `python` and `Launch.command(process, ...)`, with CUDA_VISIBLE_DEVICES=`process.devices` on GPUs. It
+  waits for the master by itself;
+* whoever starts them starts a process again that ends with another exit code than those in `FINAL`.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from areal.config import Config
+from areal.extensions.launch.cluster import ClusterConfig
+from areal.extensions.launch.placement import Placement, Process
+
+# Exit codes with which a role is over, as areal docs operating has them: the run has ended, or the user has to change
+# something. Of the master also 1: the run failed, or was stopped.
+FINAL, FINAL_OF_MASTER = (0, 2), (0, 1, 2)
+# How long a role waits for its master, which may have to download a model.
+WAIT_SECONDS = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A run that is to be launched. project: the folder with the code, the working directory of all roles."""
+
+    config: Config
+    cluster: ClusterConfig
+    placement: Placement
+    project: Path
+
+    @property
+    def run_folder(self) -> Path:
+        return self.config.folder.absolute()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the launch, in that of the run."""
+        return self.run_folder / "launch"
+
+    @property
+    def port(self) -> int:
+        return int(self.config.master.address.rpartition(":")[2])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the user wants passed; those that are unset are left out."""
+        named = self.cluster.environment.items()
+        here = ((name, os.environ.get(name) if value is None else value) for name, value in named)
+        return {name: value for name, value in here if value is not None}
+
+    def master(self, folder: str, address: str) -> list[str]:
+        """The command of the master, without the Python. folder: of the launch, as the node sees it. address:
+        tcp://HOST:PORT at which the nodes reach node 0."""
+        return ["-m", "areal.extensions.launch.master", folder, address]
+
+    def command(self, process: Process, address: str, rendezvous: str) -> list[str]:
+        """The command of a process, without the Python. rendezvous: HOST:PORT of the trainer's first node."""
+        role = ["--role", process.role, *process.options, "--master", address, "--wait", f"{WAIT_SECONDS}"]
+        nodes = len(self.placement.of("trainer"))
+        if process.role != "trainer" or nodes == 1:
+            return ["-m", "areal", "run", *role]
+        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={self.config.name}"]
+        ranks = [f"--nnodes={nodes}", f"--nproc-per-node={len(process.devices)}"]
+        # The dashes keep torchrun from taking --master as a short form of an option of its own.
+        return ["-m", "torch.distributed.run", *ranks, *meet, "--module", "--", "actors.start", *role]
+
+
+class Target(Protocol):
+    """A scheduler, and what it takes to use it. All methods raise UserError."""
+
+    def check(self, launch: Launch) -> None:
+        """Raise UserError for what this target cannot do, and if its program is missing."""
+
+    def render(self, launch: Launch) -> dict[str, str]:
+        """The files of RUN_FOLDER/launch, by name. The first one is submitted."""
+
+    def submit(self, launch: Launch) -> str:
+        """Submit the files in `launch.folder`. Returns the name of the job, by which the scheduler knows it."""
+
+    def status(self, job: str) -> str:
+        """What the scheduler says of the job in a few words; empty once it is over, or unknown."""
+
+    def logs(self, launch: Launch, job: str) -> str:
+        """The command that shows the output of the job."""
+
+    def stop(self, job: str, folder: Path) -> None:
+        """Have the run stop in order, with a checkpoint, and the job end. folder: of the launch."""
