@@ -49,7 +49,7 @@ def launch(options: Namespace) -> int:
 
 def plan(file: str, overrides: list[str]) -> Launch:
     """The launch that a configuration asks for. Raises UserError."""
-    config = load_config(file, overrides)
+    config: Config = load_config(file, overrides)
     if has_begun(config.folder):  # the run goes on, with what may change
         configuration_to_resume(config.folder, Path(file), overrides)
     if not config.cluster:
