@@ -17,7 +17,12 @@ from markdown_tables import cut_tables
 
 ROOT = Path(__file__).parents[1]
 OURS = ("areal", "actors", "protocols")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXTENSIONS = sorted(ROOT.glob("areal/extensions/*/README.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *EXTENSIONS]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def test_the_configuration_reference_is_that_of_the_code():
@@ -30,23 +35,30 @@ def test_every_key_of_the_configuration_is_described():
     assert not bare
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_to_a_file_leads_to_one(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_is_named_exists(page):
     named = re.findall(r"`((?:areal|actors|protocols|tests|configs|docs)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_table_is_cut_in_two(page):
     assert not cut_tables(page.read_text(encoding="utf-8")), "a blank line before these lines"
+
+
+def test_the_page_of_an_extension_is_printed_by_the_name_of_its_folder():
+    from areal.base.pages import all_pages
+
+    assert {page.parent.name for page in EXTENSIONS} <= {*all_pages()}
+    assert all_pages()["alerts"].samefile(ROOT / "areal/extensions/alerts/README.md")
 
 
 def test_a_table_that_a_blank_line_cuts_is_seen_and_a_fence_is_no_table():
@@ -58,7 +70,7 @@ def test_a_table_that_a_blank_line_cuts_is_seen_and_a_fence_is_no_table():
 def python_examples() -> list[Any]:
     sources = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
     results = [(page, code) for page in sources for code in fenced(page, "python")]
-    return [pytest.param(code, id=f"{page.name}-{number}") for number, (page, code) in enumerate(results)]
+    return [pytest.param(code, id=f"{name_of(page)}-{number}") for number, (page, code) in enumerate(results)]
 
 
 def fenced(page: Path, language: str) -> list[str]:

@@ -8,13 +8,20 @@ from pathlib import Path
 
 from areal.base.errors import UserError
 
+ROOM = Path(__file__).parents[1]
 # A link to the folder of a clone; in a wheel a copy of it.
-PAGES = Path(__file__).parents[1] / "docs"
+PAGES = ROOM / "docs"
+
+
+def all_pages() -> dict[str, Path]:
+    """The pages of `docs/` by name, and the page of each extension by the name of its folder (`docs/` wins)."""
+    extensions = {path.parent.name: path for path in sorted(ROOM.glob("extensions/*/README.md"))}
+    return extensions | {path.stem: path for path in sorted(PAGES.glob("*.md"))}
 
 
 def print_page(options: Namespace) -> None:
     """Print a page, or the names of all. Raises UserError if there is none of its name."""
-    pages = {path.stem: path for path in sorted(PAGES.glob("*.md"))}
+    pages = all_pages()
     if options.page is None:
         for name, path in pages.items():
             print(f"{name:<14} {_first_sentence(path.read_text(encoding='utf-8'))}")

@@ -1,7 +1,9 @@
-"""The README is the site's first page, and the files beside it are pages too: written once, read in two places."""
+"""The README is the site's first page. The files beside it, and the page of each extension in its folder, are pages of the
+site too: written once, read in two places."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import configuration
@@ -19,13 +21,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
         # Their links lead into docs/, which is where their pages stand on the site.
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=with_extensions(text)))
+    for page in sorted(ROOT.glob("areal/extensions/*/README.md")):
+        text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", page.read_text(encoding="utf-8"))
+        text = text.replace("](../../../docs/", "](../")
+        files.append(File.generated(config, f"extensions/{page.parent.name}.md", content=text))
     return files
+
+
+def with_extensions(text: str) -> str:
+    """Links to the folders of extensions lead to their pages on the site."""
+    return re.sub(r"\]\((?:\.\./)?areal/extensions/(\w+)/README\.md", r"](extensions/\1.md", text)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Raises PluginError for a table that would show as raw text."""
-    markdown = configuration.reference() if page.file.src_uri == "configuration.md" else markdown
+    markdown = configuration.reference() if page.file.src_uri == "configuration.md" else with_extensions(markdown)
     if lines := cut_tables(markdown):
         raise PluginError(f"{page.file.src_uri}: a blank line cuts a table in two before line {lines[0]}.")
     return markdown

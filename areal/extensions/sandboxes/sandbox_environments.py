@@ -52,7 +52,7 @@ class SandboxEnvironment:
     a block is the last: then the tests say what the reward is.
 
     command, folder, image: of rows that have none of their own. isolated: as of `task_of`. The other options are those
-    of docs/sandboxes.md.
+    of docs/sandbox.md.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The kinds of sandboxes: `docker` and `podman`, a service behind `http`, and the namespaces of this machine, `bubble`.
 
-Each is made, then started, so that `close` ends what was half begun. Protocol of a service: docs/sandboxes.md.
+Each is made, then started, so that `close` ends what was half begun. README.md has the protocol of a service.
 """
 
 import asyncio

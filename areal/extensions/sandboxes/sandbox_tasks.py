@@ -1,4 +1,4 @@
-"""Tasks of sandboxes: what a row says of its image, its files and its tests. docs/sandboxes.md has the fields.
+"""Tasks of sandboxes: what a row says of its image, its files and its tests. docs/sandbox.md has the fields.
 
 Rows of SWE-bench, SWE-smith, SWE-Gym and of sets in their form are read as they are published. Their tests are run by
 pytest, and a plug-in of pytest writes the outcome of each: a row whose tests have no names of pytest needs a `command`.
@@ -77,7 +77,7 @@ class RowError(SandboxError):
 
 @dataclass(frozen=True)
 class Task:
-    """The fields as docs/sandboxes.md has them. isolated: the tests run in a new sandbox with a copy of `folder`, else
+    """The fields as docs/sandbox.md has them. isolated: the tests run in a new sandbox with a copy of `folder`, else
     in the policy's own. tests are written before `ready`, and again after the copy. reward_file None: the exit status
     of `command` is the reward. seconds None: as of all commands."""
 
