@@ -1,6 +1,6 @@
 """The library: configuration, data, ledger, algorithms, engines and reports; no actors and none of their messages.
 
-What users of Python import from here (areal docs notebooks) is loaded when it is first used: `train`, `start` and
+What users of Python import from here (areal docs running) is loaded when it is first used: `train`, `start` and
 `join`, which make the process an actor of a run, `Config`, `load_config`, `dump_config` and `UserError`.
 """
 

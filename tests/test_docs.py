@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_every_metric_of_a_step_is_explained():
 
 def test_every_alert_is_explained():
     names = re.findall(r'_alert\("(.+?)"', (ROOT / "areal/extensions/alerts/alerts.py").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")
+    page = (ROOT / "areal/extensions/alerts/README.md").read_text(encoding="utf-8")
     table = re.search(r"^\| alert \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert names and table and names == re.findall(r"^\| (.+?) \|", table[1], re.MULTILINE)
 
@@ -141,25 +142,34 @@ def test_an_example_configuration_names_nothing_that_is_private(config):
 
 
 def examples(language: str) -> list[str]:
-    """Those of the quickstart's page."""
-    return fenced(ROOT / "docs" / "quickstart.md", language)
+    """The examples of the page of your own data."""
+    return fenced(ROOT / "docs" / "own_data.md", language)
 
 
-def test_the_examples_of_the_quickstart_page_are_configurations():
+def test_the_examples_of_the_page_of_your_own_data_are_configurations():
     from areal.config import Config
 
     assert [Config.model_validate(yaml.safe_load(example)).name for example in examples("yaml")] == ["mine", "talks"]
 
 
-def test_the_rows_of_the_quickstart_page_are_enough_for_its_configuration(tmp_path, monkeypatch):
+def test_the_rows_of_the_page_of_your_own_data_are_enough_for_its_configuration(tmp_path, monkeypatch):
     from areal.config import Config
     from areal.data.sources import open_source
 
-    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("\n".join(re.findall(r'^\{"prompt".*$', page, re.MULTILINE)))
     config = Config.model_validate(yaml.safe_load(examples("yaml")[0]))
     assert open_source(config.data, config.seed).row(0).answer in ("87", "9939")
+
+
+def test_the_first_reward_scores_as_its_page_says():
+    page = ROOT / "docs" / "own_reward.md"
+    scope: dict[str, Any] = {}
+    exec(compile(fenced(page, "python")[0], "example", "exec"), scope)
+    rows = [json.loads(row) for row in re.findall(r"^\{.*$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert [scope["last_number"](row["prompt"], row["completion"], row) for row in rows] == [1, 0]
+    assert "here 1 and 0," in page.read_text(encoding="utf-8")
 
 
 def test_the_largest_reward_is_that_of_the_code():
@@ -169,7 +179,7 @@ def test_the_largest_reward_is_that_of_the_code():
     assert float(page.partition("an absolute value of at most ")[2].partition(",")[0]) == LARGEST_REWARD
 
 
-def test_the_first_example_of_the_notebooks_page_has_enough_rows(tmp_path, monkeypatch):
+def test_the_first_example_in_python_has_enough_rows(tmp_path, monkeypatch):
     import areal
     from actors.api.call_settings import settings_of
 
@@ -179,13 +189,13 @@ def test_the_first_example_of_the_notebooks_page_has_enough_rows(tmp_path, monke
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(areal, "train", train)
-    exec(compile(fenced(ROOT / "docs" / "notebooks.md", "py")[0], "example", "exec"), {})
+    exec(compile(fenced(ROOT / "docs" / "running.md", "py")[0], "example", "exec"), {})
     assert (tmp_path / "runs" / "notebook" / "rows.jsonl").exists()
 
 
-def test_the_notebooks_page_has_all_members_of_a_run():
+def test_the_page_of_commands_has_all_members_of_a_run():
     import areal
 
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8").partition("| member |")[2]
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("| member |")[2]
     listed = {name for row in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
     assert listed == {"folder", "config", *(name for name in vars(areal.LiveRun) if not name.startswith("_"))}

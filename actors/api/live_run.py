@@ -378,7 +378,7 @@ class NotebookPage(str):
 
 
 class RolloutTable:
-    """The rollouts of a run: all samples that it keeps (areal docs record)."""
+    """The rollouts of a run: all samples that it keeps (areal docs observe)."""
 
     def __init__(self, record: Record) -> None:
         self._record = record

@@ -173,7 +173,7 @@ class DataConfig(RowsConfig):
     __doc__ = SourceConfig.__doc__
 
     sampler: str = "shuffle"
-    """chooses the row of each prompt: shuffle, or package.module:function (areal docs curriculum)"""
+    """chooses the row of each prompt: shuffle, or package.module:function (areal docs data)"""
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
     weak_tests: Literal["drop", "refuse"] = "drop"

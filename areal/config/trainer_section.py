@@ -58,12 +58,12 @@ class TrainerConfig(Section):
     on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)"""
     sequence_parallel: int = Field(1, ge=1)
     """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
-    counts the whole row (areal docs packing)"""
+    counts the whole row (areal docs training)"""
     expert_parallel: int = Field(1, ge=1)
     """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
-    (areal docs models)"""
+    (areal docs parallel)"""
     tensor_parallel: int = Field(1, ge=1)
-    """ranks that compute each row together, each with a part of heads and inner features (areal docs models)"""
+    """ranks that compute each row together, each with a part of heads and inner features (areal docs parallel)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")

@@ -1,6 +1,6 @@
 """Rollouts: the samples of a run with their fate, in Parquet files, rollouts/000001.parquet and so on.
 
-A row is a branch of a sample; most samples have one. `SCHEMA` has the columns, docs/record.md explains them. A file is
+A row is a branch of a sample; most samples have one. `SCHEMA` has the columns, docs/observe.md explains them. A file is
 written whole, or not at all. The trained groups of a step are all in one file, so after a crash the newest step in the
 files says where to go on. The oldest files are removed once all together are larger than a limit.
 """

@@ -121,7 +121,13 @@ def _same(section: type[Section], described: type[Section], key: str) -> bool:
 
 def _linked(text: str) -> str:
     """Turns the name of a page, as the code writes it (`areal docs x`, `docs/x.md`), into a link to the page."""
-    return re.sub(r"(?:areal docs |docs/)(\w+)(?:\.md)?", r"[\1.md](\1.md)", text)
+    return re.sub(r"(?:areal docs |docs/)(\w+)(?:\.md)?", lambda name: f"[{name[1]}.md]({_address(name[1])})", text)
+
+
+def _address(name: str) -> str:
+    """The page of this name in `docs/`, else the page of the extension."""
+    is_ours = (PAGE.parent / f"{name}.md").exists()
+    return f"{name}.md" if is_ours else f"../areal/extensions/{name}/README.md"
 
 
 if __name__ == "__main__":

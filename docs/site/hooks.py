@@ -36,7 +36,7 @@ def with_extensions(text: str) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Raises PluginError for a table that would show as raw text."""
-    markdown = configuration.reference() if page.file.src_uri == "configuration.md" else with_extensions(markdown)
+    markdown = with_extensions(configuration.reference() if page.file.src_uri == "configuration.md" else markdown)
     if lines := cut_tables(markdown):
         raise PluginError(f"{page.file.src_uri}: a blank line cuts a table in two before line {lines[0]}.")
     return markdown

@@ -16,7 +16,7 @@ def _declare_readers(tools: RoomTools) -> None:
     compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
     compare.add_argument("folders", nargs="+", **RUN)
 
-    rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (areal docs record)")
+    rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (areal docs observe)")
     add = rollouts.add_argument
     add("folder", **RUN)
     add("--where", metavar="SQL", help='condition on their columns: "reward < 0.1 and step > 50"')
@@ -76,7 +76,7 @@ def _declare_planning(tools: RoomTools) -> None:
 
 def _declare_replays(tools: RoomTools) -> None:
     summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
-    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (areal docs objectives)."
+    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (areal docs desk)."
     add = tools.add("replay", "commands:replay", summary, epilog).add_argument
     add("run", **RUN)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")
@@ -89,7 +89,7 @@ def _declare_replays(tools: RoomTools) -> None:
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
 
     summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
-    epilog = "Exit code 1: a check fails, or the record does not have what it takes (areal docs record)."
+    epilog = "Exit code 1: a check fails, or the record does not have what it takes (areal docs desk)."
     add = tools.add("audit", "audit:run", summary, epilog).add_argument
     add("run", **RUN)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")

@@ -1,6 +1,6 @@
 """What the trainer trains: tiny random models of every family, packed and branching, against transformers in float64.
 
-Run as a program, this file writes the table of docs/models.md.
+Run as a program, this file writes the table of docs/training.md.
 """
 
 import json
@@ -31,7 +31,7 @@ from areal.base.errors import UserError
 from areal.models import check_trainable
 from areal.training.training_engine import TrainingEngine
 
-PAGE = TESTS.parent / "docs" / "models.md"
+PAGE = TESTS.parent / "docs" / "training.md"
 BEGIN = "<!-- from here on written by tests/test_areal/training/test_matrix.py -->\n"
 TREE, ALONE = "a prefix tree", "one sequence, on a CPU"
 ROUNDING = 3e-4
@@ -203,7 +203,7 @@ def why_refused(kind, folder):
 
 
 def table(folder):
-    """The table of docs/models.md."""
+    """The table of docs/training.md."""
     rows = defaultdict(list)
     for kind in MODELS:
         held = ALONE if kind in MIX else TREE
