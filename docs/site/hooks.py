@@ -1,5 +1,5 @@
-"""The README is the site's first page. The files beside it, and the page of each extension in its folder, are pages of the
-site too: written once, read in two places."""
+"""The README is the site's first page. The files beside it, and the page of each extension in its folder, are pages of
+the site too: written once, read in two places."""
 
 from __future__ import annotations
 

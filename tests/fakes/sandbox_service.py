@@ -1,5 +1,6 @@
 """A service of sandboxes behind HTTP, as a process of its own: namespaces of this machine by the protocol of
-areal/extensions/sandboxes/README.md: `python sandbox_service.py PORT_FILE`. `PUT /fault/FAULT` sets what goes wrong from then on:
+areal/extensions/sandboxes/README.md: `python sandbox_service.py PORT_FILE`. `PUT /fault/FAULT` sets what goes wrong
+from then on:
 
 none; slow (every answer takes a while); drops (the first answer to every command is lost); late (it comes when nobody
 waits for it any more); twice (an answer is sent twice); dies (at the next command).
