@@ -18,6 +18,7 @@ from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, tied
 from areal.config import Config
 from areal.config.engine_sections import EngineConfig, ScorerConfig
+from areal.config.named_objectives import OBJECTIVES
 from areal.config.roles import ROLES
 from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
 from areal.data.addition import ALPHABET
@@ -161,6 +162,8 @@ def check_extensions(config: Config) -> None:
     for (kind, name), what in needed.items():
         if what:
             extensions.need(kind, name, what)
+    if objective := OBJECTIVES.get(trainer.objective):
+        extensions.need("objective", objective.loss, f"trainer.objective={trainer.objective}", "losses")
 
 
 def check_code(config: Config) -> None:

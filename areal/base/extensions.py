@@ -9,7 +9,8 @@
 | `reward` | a reward (`areal.rewards.functions`) |
 | `source` | a function that opens a source of rows (`areal.data.sources`) |
 | `sampler` | a sampler of rows (`areal.data.samplers`) |
-| `objective` | an objective (`areal.training.algorithms.objectives`) |
+| `objective` | the loss of an objective (`areal.training.algorithms.objectives`) |
+| `mask` | a function that chooses which tokens of a minibatch an objective keeps, of this project alone |
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
 | `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
 | `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
@@ -123,11 +124,12 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
     )
 
 
-def need(kind: str, name: str, what: str) -> Entry:
-    """Return the entry that the core asks of one of its extensions, which may have been removed. kind: the extension,
-    or `role`. what: what needs it, in messages. Raises UserError if there is no such entry."""
+def need(kind: str, name: str, what: str, extension: str | None = None) -> Entry:
+    """Return the entry that the core asks of one of its extensions, which may have been removed. what: what needs it,
+    in messages. extension: the extension's name; None: it is the kind, or of a role the name. Raises UserError if there
+    is no such entry."""
     if not (named := own_entries().get((kind, name))):
-        of = name if kind == "role" else kind
+        of = extension or (name if kind == "role" else kind)
         raise UserError(f"{what} needs the extension `{of}`, whose folder is missing: put it back, or do without")
     return named
 

@@ -1,7 +1,7 @@
 """The objectives of this project: the loss of each, and the settings that it brings along (docs/objectives.md).
 
-A loss is a function in `areal.training.algorithms`, which is imported when a run needs it. Settings are keys of
-`trainer` that the objective sets unless the configuration does. Objectives with the same loss differ in their settings.
+A loss is an entry of the kind `objective` in the table of extensions. Settings are keys of `trainer` that the objective
+sets unless the configuration does. Objectives with the same loss differ in their settings.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class NamedObjective:
-    """loss, mask: `module:function` in `areal.training.algorithms`. mask: which tokens it keeps of a whole minibatch;
-    empty: all tokens."""
+    """loss: the name of its entry."""
 
-    loss: str = "decoupled_ppo:decoupled_ppo"
+    loss: str = "decoupled_ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    mask: str = ""
 
 
 _GROUP = {"advantage_mean": "group", "advantage_std": "group"}
@@ -29,20 +27,20 @@ _OF_SEQUENCE = {"behaviour_weight_level": "sequence", "behaviour_weight_bounds":
 
 OBJECTIVES = {
     "decoupled_ppo": NamedObjective(),
-    "ppo": NamedObjective("decoupled_ppo:ppo", {"behaviour_weight": "none", "proximal": "interpolate"}),
+    "ppo": NamedObjective("ppo", {"behaviour_weight": "none", "proximal": "interpolate"}),
     "grpo": NamedObjective(settings=_SEQUENCES),
     "dr_grpo": NamedObjective(settings={"advantage_mean": "group", **_NO_STD}),
     "rloo": NamedObjective(settings={"advantage_mean": "leave_one_out", **_NO_STD, **_PENALTY}),
     "reinforce_pp": NamedObjective(settings=_PENALTY),
     "dapo": NamedObjective(settings={**_GROUP, "eps_clip_higher": 0.28}),
-    "gspo": NamedObjective("gspo:gspo", {**_SEQUENCES, **_GSPO}),
-    "luspo": NamedObjective("gspo:gspo", {**_SUMS, **_GSPO}),
-    "gmpo": NamedObjective("gspo:gmpo", {**_SEQUENCES, "behaviour_weight_level": "geometric", "eps_clip": 0.4}),
-    "cispo": NamedObjective("cispo:cispo", {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0}),
-    "sapo": NamedObjective("sapo:sapo", _SEQUENCES),
-    "dppo": NamedObjective("dppo:dppo", {**_SUMS, "eps_clip": 0.15}),
-    "dppo_kl": NamedObjective("dppo:dppo_kl", {**_SUMS, "eps_clip": 0.05}),
-    "vespo": NamedObjective("vespo:vespo", _GROUP),
+    "gspo": NamedObjective("gspo", {**_SEQUENCES, **_GSPO}),
+    "luspo": NamedObjective("gspo", {**_SUMS, **_GSPO}),
+    "gmpo": NamedObjective("gmpo", {**_SEQUENCES, "behaviour_weight_level": "geometric", "eps_clip": 0.4}),
+    "cispo": NamedObjective("cispo", {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0}),
+    "sapo": NamedObjective("sapo", _SEQUENCES),
+    "dppo": NamedObjective("dppo", {**_SUMS, "eps_clip": 0.15}),
+    "dppo_kl": NamedObjective("dppo_kl", {**_SUMS, "eps_clip": 0.05}),
+    "vespo": NamedObjective("vespo", _GROUP),
     "tis": NamedObjective(settings={"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)}),
     "seq_tis": NamedObjective(settings={"behaviour_weight": "truncated", **_OF_SEQUENCE}),
     "seq_mis": NamedObjective(settings={"behaviour_weight": "masked", **_OF_SEQUENCE}),
@@ -50,13 +48,13 @@ OBJECTIVES = {
         settings={**_SEQUENCES, "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)}
     ),
     "kpop": NamedObjective(settings={**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)}),
-    "m2po": NamedObjective("m2po:m2po", _GROUP, mask="m2po:kept_tokens"),
+    "m2po": NamedObjective("m2po", _GROUP),
     "score_centring": NamedObjective(
-        "score_centring:score_centring",
+        "score_centring",
         {"advantage_mean": "group", "advantage_std": "none", "behaviour_weight": "none", "proximal": "interpolate"},
     ),
     "sao": NamedObjective(
-        "sao:sao",
+        "sao",
         {"behaviour_weight": "none", "proximal": "interpolate", "eps_clip": 0.3, "eps_clip_higher": 5.0},
     ),
     "flash_reinforce": NamedObjective(

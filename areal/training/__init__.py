@@ -1,7 +1,7 @@
 """The training engine on DeepSpeed, and what a step consists of: micro-batches, packing, advantages, objectives.
 
 In: groups of a batch. Out: metrics of the step, new weights. Read `training_engine.py` first, then `packed.py`;
-`algorithms/` has each objective as a file with its equation.
+`algorithms/` has what a step learns from, by its equation.
 
 The names in `__all__` are public: a user's own objective, or estimator of advantages, may import them.
 """

@@ -1,12 +1,10 @@
 """The objective that the configuration names, and the rehearsal of a user's own.
 
-The objectives of this project are in `areal.config.named_objectives`. A user's own is given in `trainer.objective` as
-`package.module:function`.
+The objectives of this project are in `areal.config.named_objectives`; their losses are in the table of extensions. A
+user's own is given in `trainer.objective` as `package.module:function`.
 """
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +22,8 @@ def objective_of(name: str) -> Objective:
 
     Raises UserError if the user's own objective does not load or is not a function.
     """
-    if name in OBJECTIVES:
-        return _function(OBJECTIVES[name].loss)
-    function = extensions.find("objective", name, "The objective")
+    loss = OBJECTIVES[name].loss if name in OBJECTIVES else name
+    function: Objective = extensions.find("objective", loss, "The objective")
     if not callable(function):
         raise UserError(f"The objective {name!r} is of type {type(function).__name__}: name a function.")
     return function
@@ -34,12 +31,7 @@ def objective_of(name: str) -> Objective:
 
 def mask_of(name: str) -> Callable[..., np.ndarray] | None:
     """The function that says which tokens of a minibatch an objective keeps; None: it keeps all."""
-    return _function(OBJECTIVES[name].mask) if name in OBJECTIVES and OBJECTIVES[name].mask else None
-
-
-def _function(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(import_module(f"areal.training.algorithms.{module}"), function)
+    return extensions.part_of("mask", name)
 
 
 def rehearse(config: TrainerConfig) -> Objective:

@@ -12,7 +12,7 @@ from areal.base.errors import UserError
 from areal.config import dump_config, load_config
 from areal.config.named_objectives import OBJECTIVES
 from areal.config.trainer_section import TrainerConfig
-from areal.training.algorithms.m2po import within_second_moment
+from areal.extensions.losses.m2po import within_second_moment
 from areal.training.algorithms.objectives import objective_of, rehearse
 from areal.training.algorithms.reference import kl, kl_penalty
 from areal.training.algorithms.token_loss import (
