@@ -155,6 +155,7 @@ def check_extensions(config: Config) -> None:
         ("direct", "sender"): config.weights.direct and "weights.transport=direct",
         ("prometheus", "serve"): config.observe.prometheus_port and "observe.prometheus_port",
         ("trackers", "process"): config.observe.trackers and "observe.trackers",
+        ("parallel", "sequences"): trainer.sequence_parallel > 1 and "trainer.sequence_parallel",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",
         **{("role", role.name): role.processes(config) and f"the role {role.name}" for role in ROLES.values()},

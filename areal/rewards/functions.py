@@ -14,7 +14,7 @@ the scores of its parts, `(0.7, {"format": 1.0, "answer": 0.4})`. A reward that 
 exception; a failure is never counted as a score. A reward that may score the same completion differently on another
 call sets the attribute `deterministic = False`. Calls of an async reward run at once in one process, unless it sets
 `concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward. A
-function that was written for verl is called as verl does (areal.rewards.verl_rewards).
+function that was written for another library may have a form of its own (`RewardForm`).
 
 A reward of groups scores all completions of a prompt at once, and returns a result for each:
 
@@ -37,14 +37,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data.rows import without
-from areal.rewards import verl_rewards
 from areal.rewards.result import Result, RewardError, as_result, as_results
 
 C = TypeVar("C", bound=ScoringConfig)
@@ -87,6 +86,18 @@ class RewardFunction(Traits):
         return as_results(value, len(completions)) if self.groups else [as_result(value)]
 
 
+class RewardForm(Protocol):
+    """How rewards of another library are called: an entry of the kind `reward_form` in the table of extensions."""
+
+    @staticmethod
+    def keywords(parameters: Mapping[str, Any]) -> set[str] | None:
+        """The keywords with which a function with these parameters is called; None: it has not this form."""
+
+    @staticmethod
+    def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+        """A function of prompt, completion and row that calls one of this form, which has these parameters."""
+
+
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
     """The reward called `name`. A class is instantiated with `options`. Raises UserError.
 
@@ -112,8 +123,8 @@ def of_object(name: str, target: Any) -> RewardFunction:
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     """The reward whose calls are those of `function`. instance: has its attributes."""
     parameters = _parameters(function)
-    if verl_rewards.is_for_verl(parameters):
-        function, parameters = verl_rewards.adapted(function, parameters), {}
+    if form := _form_of(parameters):
+        function, parameters = form.adapted(function, parameters), {}
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
     groups = _takes_groups(parameters)
@@ -200,8 +211,8 @@ def _check_call(name: str, target: Any) -> None:
     called = f"it is called with {', '.join(order[:2])} and {order[2]}"
     values: tuple[Any, ...] = ("", "", {})
     keywords: dict[str, Any] = {"tokens": ()} if "tokens" in parameters and not groups else {}
-    if verl_rewards.is_for_verl(parameters):
-        order, values, keywords = (), (), dict.fromkeys({*verl_rewards.NAMES} & {*parameters})
+    if form := _form_of(parameters):
+        order, values, keywords = (), (), dict.fromkeys(form.keywords(parameters) or ())
     try:
         inspect.signature(function).bind(*[None] * bound, *values, **keywords)
     except ValueError:  # not written in Python, without a signature: the first call will show
@@ -234,6 +245,11 @@ def _method_name(target: Any) -> str:
 def _method(target: Any) -> Any:
     """What is called of a class or an object; None if it is no reward."""
     return getattr(target, _method_name(target), None)
+
+
+def _form_of(parameters: Mapping[str, Any]) -> RewardForm | None:
+    forms = extensions.find_own("reward_form")
+    return next((form for form in forms if form.keywords(parameters) is not None), None)
 
 
 def _takes_groups(parameters: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.training.packed import PackedRow
+from areal.training.row_groups import Attention, RowGroup
 
 log = structlog.get_logger()
 
@@ -54,6 +55,30 @@ def choose_attention(dtype: str, *, flash: bool = True) -> str:
     if flash:
         log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
     return PACKED_FLEX
+
+
+def look_before(name: str) -> None:
+    """Have the attention function that transformers knows as `name` tell which windows layers have, and be computed by
+    a `RowGroup`."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if not isinstance(function := ALL_ATTENTION_FUNCTIONS[name], partial):
+        AttentionInterface.register(name, partial(_attend, function))
+
+
+def _attend(
+    attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, *, together: RowGroup | None = None,
+    note_window: Callable[[int | None], None] | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function as transformers registers them. together: None, if this rank has the whole row.
+    note_window: is called with the window that the layer asks for."""
+    if note_window is not None:
+        note_window(options.get("sliding_window"))
+    if together is not None:
+        attention, options = together.attention(attention, query, key, options)
+    return attention(module, query, key, value, attention_mask, **options)
 
 
 def compile_layers(module: Any, attention: str) -> None:

@@ -16,7 +16,7 @@ from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
 from areal.models import Routing
 from areal.training.routes import RouteReplay
-from areal.training.ulysses import SequenceGroup
+from areal.training.row_groups import RowGroup
 
 
 class Fragment(NamedTuple):
@@ -44,9 +44,12 @@ class Division:
     def name_groups(self, groups: list[dict[str, Any]]) -> None:
         """Give names to Adam's groups of parameters, if DeepSpeed needs names."""
 
-    def together(self, size: int) -> SequenceGroup:
+    def together(self, size: int) -> RowGroup:
         """The ranks that compute rows together (all ranks). size: `trainer.sequence_parallel`."""
-        return SequenceGroup(size)
+        if size == 1:
+            return RowGroup()
+        group: RowGroup = extensions.need("parallel", "sequences", "trainer.sequence_parallel").load()(size)
+        return group
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note the parameters of the model before DeepSpeed divides it."""

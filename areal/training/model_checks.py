@@ -1,5 +1,5 @@
-"""Checks on the model itself: that `packed` has its kinds of attention, that the sequences of a row do not see each
-other, and that ranks can divide a row.
+"""Checks on the model itself: that `packed` has its kinds of attention, and that the sequences of a row do not see each
+other.
 
 Attention keeps the sequences of a row apart, because it is ours. Other layers do so only if the installed version of
 transformers, and of the kernels that it uses on this device, takes the boundaries of sequences: linear attention and
@@ -62,7 +62,7 @@ def keeps_apart(
     row = pack(flat, trained, members, device)
     paths = row.paths.split(row.lengths)
     for sequence in (members[0], members[-1]):
-        packed, influence = _influence(forward, embeddings, row, row.sequence == sequence)
+        packed, influence = influence_of(forward, embeddings, row, row.sequence == sequence)
         influence[paths[sequence]] = 0
         if influence.any():
             return False
@@ -71,25 +71,7 @@ def keeps_apart(
     return bool((packed - alone).abs().median() <= TOLERANCE * alone.std())
 
 
-def only_attention_mixes(
-    forward: Callable[[PackedRow], tuple[Tensor, ...]],
-    embeddings: torch.nn.Module,
-    vocabulary: int,
-    device: torch.device,
-) -> bool:
-    """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
-
-    The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
-    0. forward: log-probs of a row, and more, with 0 for what attention returns; embeddings: as in `keeps_apart`.
-    """
-    flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
-    row = pack(flat, flat.trained(None), [0], device)
-    _, influence = _influence(forward, embeddings, row, -1)
-    influence[row.predicts[row.distribution[-1]]] = 0
-    return not influence.any()
-
-
-def _influence(
+def influence_of(
     forward: Callable[[PackedRow], tuple[Tensor, ...]],
     embeddings: torch.nn.Module,
     row: PackedRow,

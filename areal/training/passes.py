@@ -1,5 +1,6 @@
 """Packed rows through a model: which rows it can take, how sequences become such rows, and the pass itself."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from areal.training.flops import experts_of
 from areal.training.head import Head
 from areal.training.kept_words import among_kept_words, with_kept_words
 from areal.training.microbatches import fixed_number, split_over_ranks
-from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
+from areal.training.model_checks import keeps_apart, what_is_missing
 from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
 from areal.training.routes import RouteReplay
-from areal.training.ulysses import RowPart, SequenceGroup
+from areal.training.row_groups import Compute, RowGroup
 
 log = structlog.get_logger()
 
@@ -35,7 +36,7 @@ class Passes:
         self,
         config: TrainerConfig,
         attention: str,
-        together: SequenceGroup,
+        together: RowGroup,
         device: torch.device,
         replay: RouteReplay | None = None,
     ) -> None:
@@ -62,12 +63,11 @@ class Passes:
                 raise UserError(f"{head} cannot be trained: {missing}.")
 
             def forward(row: PackedRow) -> tuple[Tensor, ...]:
-                return self._compute(module, row, row, 1.0)
+                return self._compute(module, 1.0, row, row)
 
             arguments = forward, head.embeddings, vocabulary, self._device
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
-            if self._together.size > 1:
-                self._check_divided(module, head, vocabulary)
+            self._together.check(head, vocabulary, self._device, self._compute_by(module, 1.0))
         self.prefix_tree, self.one_a_row = bool(prefix_tree), self.one_a_row or prefix_tree is None
         if self.one_a_row and self._config.microbatches:
             raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
@@ -75,18 +75,6 @@ class Passes:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self._config, key) for key in ("dtype", "gradient_checkpointing")}
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
-
-    def _check_divided(self, module: Any, head: Head, vocabulary: int) -> None:
-        """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
-        if not only_attention_mixes(
-            lambda row: self._compute(module, row, row, 1.0, muted=True), head.embeddings, vocabulary, self._device
-        ):
-            raise UserError(
-                f"{head} cannot be trained with trainer.sequence_parallel={self._together.size}: not only attention "
-                f"mixes the tokens of a sequence in it, so set trainer.sequence_parallel=1."
-            )
-        with torch.no_grad():
-            self.forward(module, empty_row(self._device), 1.0)
 
     def compile(self, module: Any, head: Head) -> None:
         """Have torch compile the layers of `module`. Raises UserError for a model of which that is not possible."""
@@ -115,21 +103,18 @@ class Passes:
         `kept_logprobs` it gains `kept_policy`, log pi_theta of these words."""
         if row.kept_words is not None:
             extended = with_kept_words(row, row.kept_words)
-            every = self._compute(module, extended, extended, temperature)
+            every = self._compute(module, temperature, extended, extended)
             *outputs, mass, policy = among_kept_words(row.kept_words, every)
             row.columns["kept_mass"] = mass.detach()
             if "kept_logprobs" in row.columns:
                 row.columns["kept_policy"] = policy
             return tuple(outputs)
-        if self._together.size == 1:
-            return self._compute(module, row, row, temperature)
-        part = self._together.part(row)
-        part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
-        return self._together.join(part, self._compute(module, part, part.row, temperature, **part_inputs))
+        return self._together.forward(row, self._compute_by(module, temperature))
 
-    def _compute(
-        self, module: Any, what: PackedRow | RowPart, row: PackedRow, temperature: float, **inputs: Any
-    ) -> tuple[Tensor, ...]:
+    def _compute_by(self, module: Any, temperature: float) -> Compute:
+        return partial(self._compute, module, temperature)
+
+    def _compute(self, module: Any, temperature: float, what: Any, row: PackedRow, **inputs: Any) -> tuple[Tensor, ...]:
         """What the model gives for `what`: `row` or this rank's part. inputs: in place of the row's, or beside them."""
         if self._replay:
             self._replay.follow(what.inputs.get("routes"))

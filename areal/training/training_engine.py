@@ -1,4 +1,4 @@
-"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint`, `ulysses` and divisions use its API.
+"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint` and extensions use its API.
 
 There is one `TrainingEngine` per rank. Every method that says *all ranks* is a collective: each rank calls it, in the
 same order. If a collective raises on any rank, training is over on all ranks: the other ranks wait inside the call and
@@ -37,7 +37,7 @@ from areal.storage.disk import DiskRetry
 from areal.training.agreement import SILENCE, RankMessages, Writer
 from areal.training.algorithms.algorithm import RowOutputs, policy_gradient, set_columns
 from areal.training.algorithms.assembly import algorithm_of
-from areal.training.attention import choose_attention
+from areal.training.attention import choose_attention, look_before
 from areal.training.checkpoint import TrainingState
 from areal.training.division import division_of
 from areal.training.flops import Operations, peak_tflops
@@ -56,7 +56,6 @@ from areal.training.packed import FlatBatch, PackedRow
 from areal.training.passes import Passes
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
-from areal.training.ulysses import register
 from areal.weights.chunks import Manifest
 from areal.weights.lora import add_adapters
 
@@ -175,7 +174,7 @@ class TrainingEngine:
         check_settings(settings)
         self._together = self._division.together(config.sequence_parallel)
         self._ranks_a_row = self._together.size * self._division.ranks_a_row
-        register(attention)
+        look_before(attention)
         head, groups = self._prepare_model()
         self.algorithm = algorithm_of(policy, config, self.vocab_size)
         self._start_deepspeed(settings, groups, optimizer_steps)

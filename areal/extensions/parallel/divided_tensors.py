@@ -17,7 +17,7 @@ from areal.config.trainer_section import TrainerConfig
 from areal.extensions.parallel.checks import check_tensors
 from areal.extensions.parallel.norms import clip_divided
 from areal.training.division import Division
-from areal.training.ulysses import SequenceGroup
+from areal.training.row_groups import RowGroup
 
 COLUMNS = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
 ROWS = r".*\.(o_proj|down_proj)\.weight$"
@@ -25,11 +25,11 @@ NORMS_OF_HEADS = r".*\.[qk]_norm\.weight$"
 """Of Qwen3. Each rank has the gradient of its own heads."""
 
 
-class SameRows(SequenceGroup):
+class SameRows(RowGroup):
     """The ranks that have parts of the same weights: each computes whole rows of the same group."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(1)
+        super().__init__()
         self.count = dist.get_world_size() // size
         self.number, rank = divmod(dist.get_rank(), size)
         self.first = rank == 0
@@ -52,7 +52,7 @@ class DividedTensors(Division):
         layers = {"use_default_specs": False, "layer_specs": specs}
         return {"tensor_parallel": {"autotp_size": self._size, "partition_config": layers}}
 
-    def together(self, size: int) -> SequenceGroup:
+    def together(self, size: int) -> RowGroup:
         return SameRows(self._size)
 
     def find(self, engine: Any) -> None:

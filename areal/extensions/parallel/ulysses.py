@@ -8,7 +8,7 @@ At the end the ranks exchange log-probs, so that each has those of the whole row
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.base.errors import UserError
-from areal.training.packed import PackedRow
-
-Attention = Callable[..., tuple[Tensor, None]]
+from areal.samples.trajectory import random_groups
+from areal.training.head import Head
+from areal.training.model_checks import LENGTHS, PREFIX, influence_of
+from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
+from areal.training.row_groups import Attention, Compute, RowGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,12 @@ class RowPart:
     inputs: dict[str, Tensor]
 
 
-class SequenceGroup:
-    """The ranks that compute the same rows as this rank: `size` neighbours (all ranks).
-
-    number: which of the `count` groups this is. first: whether this rank is the first of its group.
-    Raises UserError if the ranks cannot be divided into such groups.
-    """
+class SequenceGroup(RowGroup):
+    """`size` neighbours, each with a part of every row (all ranks). Raises UserError if the ranks cannot be divided
+    into such groups."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         ranks, rank = dist.get_world_size(), dist.get_rank()
         if ranks % size:
             raise UserError(
@@ -58,10 +58,25 @@ class SequenceGroup:
         self.size, self.count = size, ranks // size
         self.number, self._rank = divmod(rank, size)
         self.first = self._rank == 0
-        self._group: Any = None
-        if size > 1:
-            groups = [dist.new_group(range(start, start + size)) for start in range(0, ranks, size)]
-            self._group = groups[self.number]
+        groups = [dist.new_group(range(start, start + size)) for start in range(0, ranks, size)]
+        self._group: Any = groups[self.number]
+
+    def check(self, head: Head, vocabulary: int, device: torch.device, compute: Compute) -> None:
+        def forward(row: PackedRow) -> tuple[Tensor, ...]:
+            return compute(row, row, together=Muted())
+
+        if not only_attention_mixes(forward, head.embeddings, vocabulary, device):
+            raise UserError(
+                f"{head} cannot be trained with trainer.sequence_parallel={self.size}: not only attention mixes the "
+                f"tokens of a sequence in it, so set trainer.sequence_parallel=1."
+            )
+        with torch.no_grad():
+            self.forward(empty_row(device), compute)
+
+    def forward(self, row: PackedRow, compute: Compute) -> tuple[Tensor, ...]:
+        part = self.part(row)
+        inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self}
+        return self.join(part, compute(part, part.row, **inputs))
 
     def part(self, row: PackedRow) -> RowPart:
         """This rank's part of `row`."""
@@ -95,9 +110,28 @@ class SequenceGroup:
         """Of the values of all heads, [heads], those of the heads whose attention this rank computes."""
         return values.chunk(self.size)[self._rank]
 
-    def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
-        """`attention` over all ranks of the group, for queries and keys of these shapes."""
-        return _exchanging(attention, query.shape[1], key.shape[1], query.shape[3], self._group)
+    def attention(
+        self, attention: Attention, query: Tensor, key: Tensor, options: dict[str, Any]
+    ) -> tuple[Attention, dict[str, Any]]:
+        attention = _exchanging(attention, query.shape[1], key.shape[1], query.shape[3], self._group)
+        # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
+        options["position_ids"] = query.new_zeros(1, 1)
+        if options.get("s_aux") is not None:
+            options["s_aux"] = self.part_of_heads(options["s_aux"])
+        return attention, options
+
+
+class Muted(RowGroup):
+    """This rank alone, with 0 in place of what attention gives."""
+
+    def attention(
+        self, attention: Attention, query: Tensor, key: Tensor, options: dict[str, Any]
+    ) -> tuple[Attention, dict[str, Any]]:
+        def silent(*inputs: Any, **options: Any) -> tuple[Tensor, None]:
+            output, none = attention(*inputs, **options)
+            return torch.zeros_like(output), none
+
+        return silent, options
 
 
 @cache
@@ -116,30 +150,19 @@ def _exchanging(attention: Attention, heads: int, kv_heads: int, width: int, gro
     )
 
 
-def register(name: str) -> None:
-    """Make the attention function that transformers knows as `name` one that a `SequenceGroup` can compute, and that
-    tells which windows layers have."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def only_attention_mixes(
+    forward: Callable[[PackedRow], tuple[Tensor, ...]],
+    embeddings: torch.nn.Module,
+    vocabulary: int,
+    device: torch.device,
+) -> bool:
+    """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
 
-    if not isinstance(function := ALL_ATTENTION_FUNCTIONS[name], partial):
-        AttentionInterface.register(name, partial(_attend, function))
-
-
-def _attend(
-    attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, *, together: SequenceGroup | None = None, muted: bool = False,
-    note_window: Callable[[int | None], None] | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function as transformers registers them. together: None, if this rank has the whole row. muted:
-    return 0 in place of what attention gives. note_window: is called with the window that the layer asks for."""
-    if note_window is not None:
-        note_window(options.get("sliding_window"))
-    if together is not None:
-        attention = together.attention(query, key, attention)
-        # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
-        options["position_ids"] = query.new_zeros(1, 1)
-        if options.get("s_aux") is not None:
-            options["s_aux"] = together.part_of_heads(options["s_aux"])
-    output, none = attention(module, query, key, value, attention_mask, **options)
-    return (torch.zeros_like(output) if muted else output), none
+    The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
+    0. forward: log-probs of a row, and more, with 0 for what attention returns; embeddings: as in `keeps_apart`.
+    """
+    flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
+    row = pack(flat, flat.trained(None), [0], device)
+    _, influence = influence_of(forward, embeddings, row, -1)
+    influence[row.predicts[row.distribution[-1]]] = 0
+    return not influence.any()

@@ -11,17 +11,23 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal.rewards.functions import RewardForm
 from areal.rewards.result import RewardError
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def is_for_verl(parameters: Mapping[str, Any]) -> bool:
-    """Whether a function with these parameters is called as verl calls rewards."""
-    return {"solution_str", "ground_truth"} <= parameters.keys()
+class VerlForm(RewardForm):
+    @staticmethod
+    def keywords(parameters: Mapping[str, Any]) -> set[str] | None:
+        return {*NAMES} & {*parameters} if {"solution_str", "ground_truth"} <= parameters.keys() else None
+
+    @staticmethod
+    def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+        return _adapted(function, parameters)
 
 
-def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+def _adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
     """A function of prompt, completion and row that calls one for verl, which has these parameters."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
