@@ -21,13 +21,13 @@ from actors.api.call_settings import RewardLike, Settings, Workflow, name_of, se
 from actors.api.function_pool import FunctionPool
 from actors.api.local_actors import LocalActors
 from actors.api.python_rows import FILE as ROWS
-from actors.evaluator import Evaluator
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.runtime.bound_addresses import locate
 from actors.watching.machine_runs import STOP_SECONDS, run_in, stop_run
 from actors.watching.monitor import render
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import START, SUPERVISED
 from areal.base.text import all_shown
@@ -324,7 +324,7 @@ class LiveRun:
         workflow = bound_workflow(name_of(workflow, "workflow"), workflow, section.workflow_options)
         self._join(RolloutManager, workflow=workflow)
         if self.config.evaluates:
-            self._join(Evaluator, workflow=workflow)
+            self._join(extensions.need("role", "evaluator", "data.eval_size").load(), workflow=workflow)
 
     def leave(self) -> None:
         """Stop to score and to sample for the run, which goes on and waits for another process to do so."""

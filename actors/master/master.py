@@ -18,7 +18,7 @@ A request that cannot be answered yet is parked until it can be, or until shortl
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,13 +27,11 @@ import structlog
 from actors.master import changes
 from actors.master.accounts import evaluation_record, summary
 from actors.master.disks import Disks
-from actors.master.evaluation_requests import EvaluationRequests
 from actors.master.hangs import Hangs
 from actors.master.members import next_event
 from actors.master.memory import Memory
 from actors.master.rollout_requests import RolloutRequests
 from actors.master.run_control import Records, RunControl
-from actors.master.session_requests import SessionRequests
 from actors.master.training_requests import TrainingRequests
 from actors.runtime import vitals
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
@@ -114,7 +112,8 @@ class Master(HandlesRequests):
         self.state, self.members = run.state, run.members
         self._supervised = supervised
         self.bus = bus
-        self._parts = self, TrainingRequests(run), RolloutRequests(run), EvaluationRequests(run), SessionRequests(run)
+        of_extensions = (requests(run) for requests in extensions.find_own("requests"))
+        self._parts: Sequence[HandlesRequests] = self, TrainingRequests(run), RolloutRequests(run), *of_extensions
         self._trainer_may_end = False  # the run is stopped, and the trainer has time to save a checkpoint
         self._events: Publisher
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second

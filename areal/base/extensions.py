@@ -17,6 +17,7 @@
 | `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
 | the name of an extension | what the core asks of it, of this project alone |
 | `role` | the class of a role (`actors.runtime.actor.Actor`); of a package: `run.py --role NAME` starts it |
+| `requests` | a class that answers a role at the master (`actors.master.run_control`), of this project alone |
 | `tracker` | a tracker for `observe.trackers` (`areal.extensions.trackers.tracking`) |
 | `launch_target` | a class that submits a run to a scheduler (`areal.extensions.launch.targets`) |
 | `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |

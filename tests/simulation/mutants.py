@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from actors import generator
-from actors.evaluator import Evaluator
+from actors.evaluator.evaluator import Evaluator
 from actors.gateway.open_sessions import OpenSessions
 from actors.gateway.user_sessions import UserSession
 from actors.generator import Generator, SharedDevices

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
-from actors.evaluator import Evaluator
+from actors.evaluator.evaluator import Evaluator
 from actors.gateway.gateway import Gateway
 from actors.rollout_manager import GroupRun, RolloutManager
 from actors.runtime.membership import Membership

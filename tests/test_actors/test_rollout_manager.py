@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fakes import scripted_policy
 
-from actors.evaluator import Evaluator
+from actors.evaluator.evaluator import Evaluator
 from actors.rollout_manager import (
     ROWS_AHEAD,
     GroupRun,

@@ -21,11 +21,11 @@ from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.keys import LastMinute
+from actors.gateway.session_requests import SessionRequests
 from actors.gateway.user_sessions import UserReward
 from actors.master.accounts import KeyRecords
 from actors.master.changes import Rewarded, Stepped
 from actors.master.run_state import RunState
-from actors.master.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch
 from actors.sampling.jobs import Call, SampleFailed, ended

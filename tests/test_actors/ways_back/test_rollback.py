@@ -15,9 +15,9 @@ import pytest
 from support.small_runs import ten_steps
 from support.stored_samples import put
 
+from actors.gateway.session_requests import SessionRequests
 from actors.master import changes
 from actors.master.run_state import RunState
-from actors.master.session_requests import SessionRequests
 from actors.record.completeness import check_record
 from actors.ways_back import rollback
 from actors.ways_back.fork import OTHER_DATA, configuration_of_fork, fork

@@ -3,7 +3,7 @@
 A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the attempt
 fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
 restarted evaluator, goes on with the others. The samples of benchmarks are kept with their completions in the run
-folder, as this actor sees it (areal.storage.samples), and none of them is made again.
+folder, as this actor sees it (`sample_file.py`), and none of them is made again.
 
 | loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
@@ -20,6 +20,8 @@ from typing import Any
 
 import structlog
 
+from actors.evaluator.pass_at_k import scorecard
+from actors.evaluator.sample_file import SampleFile
 from actors.runtime.actor import first_error
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
@@ -34,9 +36,7 @@ from areal.config.role_sections import EvaluatorConfig
 from areal.config.roles import ROLES
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
-from areal.rewards.pass_at_k import scorecard
 from areal.samples.trajectory import Trajectory
-from areal.storage.samples import SampleFile
 from areal.workflows.builtin import Workflow
 from protocols.bus_errors import text_of
 from protocols.messages import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal.storage.samples import SampleFile
+from actors.evaluator.sample_file import SampleFile
 
 
 def test_what_was_appended_is_read_again_without_a_line_that_is_cut(tmp_path):

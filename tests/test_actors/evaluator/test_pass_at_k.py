@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from areal.rewards.pass_at_k import pass_at_k, scorecard
+from actors.evaluator.pass_at_k import pass_at_k, scorecard
 
 
 def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_solved_one():
