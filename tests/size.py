@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("protocols", "actors", "areal")
 # Extensions that are actors, or parts of actors.
-ROOMS = ("direct", "evaluator", "gateway", "scorer", "ways_back")
+ROOMS = ("direct", "evaluator", "gateway", "scorer", "terminal", "ways_back")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward")
 # The engine in vLLM's process, and the workers of reward pools with what they import by name.
 PROCESSES = (

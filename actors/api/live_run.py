@@ -26,7 +26,6 @@ from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.runtime.bound_addresses import locate
 from actors.watching.machine_runs import STOP_SECONDS, run_in, stop_run
-from actors.watching.monitor import render
 from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.base.processes import START, SUPERVISED
@@ -245,7 +244,8 @@ class LiveRun:
     def _show_live(self) -> None:
         """In a notebook, show what the run is doing, in one place below the cell that waits."""
         kernel = sys.modules.get("ipykernel.zmqshell")
-        if self._member is None or not kernel or not kernel.ZMQInteractiveShell.initialized():
+        render = extensions.part_of("terminal", "render")
+        if self._member is None or not render or not kernel or not kernel.ZMQInteractiveShell.initialized():
             return
         display: Any = import_module("IPython.display").display
 

@@ -40,10 +40,9 @@ from actors.runtime.actor import Ending
 from actors.runtime.bound_addresses import new_bus
 from actors.runtime.logs import log_file
 from actors.watching.health import status_of
-from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
-from actors.watching.start_lines import show_start, timed
+from areal.base import extensions
 from areal.base.children import kill_group
-from areal.base.processes import START, SUPERVISED
+from areal.base.processes import START, SUPERVISED, timed
 from areal.base.text import shown
 from areal.config import Config
 from areal.config.roles import ROLES
@@ -78,8 +77,10 @@ LAST_WORDS_SECONDS = 1.0
 ASK_SECONDS = 2.0
 # How long the master may take to end after the first of the other roles, which is when it has written the summary.
 END_SECONDS = 6.0
-# The interval of looks at the status of the run, and the time that an actor which is no member any more has to end.
-LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
+# The interval of looks at the status of the run: at first, by how much each is longer than the one before, at last.
+FIRST_LOOK_SECONDS, LOOK_GROWTH, LOOK_SECONDS = 0.25, 1.02, 2.0
+# The time that an actor which is no member any more has to end.
+FENCED_SECONDS = 15.0
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class Child:
     began: float = 0.0  # when this process was started
     memory_kills: int = 0  # on this machine until then
     identity: str = ""  # as which this process is a member of the run, or was
-    absent: int = 0  # for how many looks in a row it has been no member any more
+    absent_since: float | None = None  # when it was first seen to be no member any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     @property
@@ -134,14 +135,17 @@ class Child:
         return self.process if self.process is not None and self.process.returncode is None else None
 
     def has_left(self, members: Mapping[str, float], now: float) -> bool:
-        """To be called every LOOK_SECONDS with the members of the run, and the seconds for which each was silent. True
-        once the process has been none for so long that it should have ended."""
+        """To be called at each look with the members of the run, and the seconds for which each was silent. True once
+        the process has been none for so long that it should have ended."""
         for identity, silent in members.items():
             # Who was last heard of before this process was started is one before it.
             if actor_name(identity) == self.name and silent < now - self.began:
                 self.identity = identity
-        self.absent = self.absent + 1 if self.identity and self.identity not in members else 0
-        return self.absent * LOOK_SECONDS > FENCED_SECONDS
+        if not self.identity or self.identity in members:
+            self.absent_since = None
+            return False
+        self.absent_since = now if self.absent_since is None else self.absent_since
+        return now - self.absent_since > FENCED_SECONDS
 
     @property
     def last_line(self) -> str:
@@ -177,6 +181,8 @@ class Supervisor:
         self._master: Child | None = None
         self._folder: Path | None = None  # the run's, once the master has made it
         self._progress_before = 0  # what `_progress` was when the supervisor began
+        self._display: Any = None  # until the master answers, or without the extension
+        self._alerts: set[str] = set()
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[Ending] = loop.create_future()
         self._hurry: asyncio.Future[None] = loop.create_future()
@@ -203,9 +209,7 @@ class Supervisor:
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                tasks.create_task(self._watch(master, bus, address, config.master.lost_seconds), name="watch")
-                tasks.create_task(show_start(bus, address, self._say), name="start")
-                await self._view(bus, address, config, skipped)
+                await self._watch(master, bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
         async with new_bus("supervisor/0", network) as bus:
@@ -258,41 +262,50 @@ class Supervisor:
     def _summary(self) -> dict[str, Any] | None:
         return read_summary(self._folder) if self._folder else None
 
-    async def _view(self, bus: Bus, address: str, config: Config, skipped: int) -> None:
-        """Show the run on the terminal. `skipped`: number of steps that an earlier start has shown."""
-        if self.console.is_terminal:
-            watch = watch_live(Feed(bus, address), self.console)
-        elif config.steps:
-            watch = print_steps(config, self.console, skipped)
-        else:
-            watch = print_progress(bus, address, self.console)
+    async def _watch(self, master: Child, bus: Bus, address: str, config: Config, skipped: int) -> None:
+        """Ask the master for the status of the run again and again: show it, print alerts when they begin, on any kind
+        of console, and kill processes that have lost their place in the run and do not end, and a master that has
+        stopped to answer, before all others leave it. skipped: number of steps that an earlier start has shown."""
+        make = extensions.part_of("terminal", "display")
+        self._display = make and make(self.console, config, skipped, self._say)
+        longest = (self._display and self._display.seconds) or LOOK_SECONDS
+        pause, patience, loop = FIRST_LOOK_SECONDS, config.master.lost_seconds / 2, asyncio.get_running_loop()
+        answering, answered = 0, loop.time()  # the start of the master that has answered last, and when it did
+        self._show("begin")
         try:
-            await watch
-        except Exception as error:  # whatever it is, the run needs no display
-            self._say(f"the display of the run has failed; the run continues: {error!r}")
+            while True:
+                pause = min(pause * LOOK_GROWTH, longest)
+                await asyncio.sleep(pause)
+                try:
+                    status = await status_of(bus, address, ASK_SECONDS)
+                except BusError as error:  # it is asked again
+                    self._show("show_silence", error)
+                    lost = answering == master.starts and loop.time() - answered > patience
+                    if lost and (process := master.running):
+                        self._kill(master, process, f"it has not answered for {patience:g} s")
+                    continue
+                answering, answered = master.starts, loop.time()
+                self._show("show", status)
+                self._look_after(status)
+        finally:
+            self._show("end")
 
-    async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
-        """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end, and a master that has stopped to answer, before all others leave it."""
-        printed: set[str] = set()
-        answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
+    def _show(self, method: str, *values: Any) -> None:
+        """Call a method of the display, if there is one."""
+        if self._display is not None:
             try:
-                status = await status_of(bus, address, ASK_SECONDS)
-            except BusError:  # it is asked again
-                silent += 1
-                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds / 2
-                if lost and (process := master.running):
-                    self._kill(master, process, f"it has not answered for {lost_seconds / 2:g} s")
-                continue
-            answering, silent = master.starts, 0
-            for alert in status["alerts"]:
-                if alert not in printed:
-                    self._say(alert)
-            printed = set(status["alerts"])
-            silences = ((member["identity"], member["silent"]) for member in status["members"])
-            self._kill_fenced({identity: math.inf if seconds is None else seconds for identity, seconds in silences})
+                getattr(self._display, method)(*values)
+            except Exception as error:  # whatever it is, the run needs no display
+                self._display = None
+                self._say(f"the display of the run has failed; the run continues: {error!r}")
+
+    def _look_after(self, status: Mapping[str, Any]) -> None:
+        for alert in status["alerts"]:
+            if alert not in self._alerts:
+                self._say(alert)
+        self._alerts = {*status["alerts"]}
+        silences = ((member["identity"], member["silent"]) for member in status["members"])
+        self._kill_fenced({identity: math.inf if seconds is None else seconds for identity, seconds in silences})
 
     def _kill_fenced(self, members: Mapping[str, float]) -> None:
         now = asyncio.get_running_loop().time()
@@ -373,7 +386,7 @@ class Supervisor:
 
     async def _start(self, child: Child) -> None:
         child.starts += 1
-        child.began, child.identity, child.absent = asyncio.get_running_loop().time(), "", 0
+        child.began, child.identity, child.absent_since = asyncio.get_running_loop().time(), "", None
         child.tail.clear()
         child.memory_kills = memory_kills()
         # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.

@@ -272,7 +272,7 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
     from rich.console import Console
 
     from actors.start.start_checks import check_start, first_waits
-    from actors.watching.start_lines import timed
+    from areal.base.processes import timed
     from areal.storage.run_folder import store_configuration
 
     environments = check_start(config)
@@ -476,15 +476,16 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
     from actors.runtime.bound_addresses import new_bus
     from actors.runtime.membership import first_answer
-    from actors.watching.monitor import Feed, follow
     from protocols.messages import AskStatus
 
+    follow = extensions.need("terminal", "follow", "--role monitor").load()
     network = network_towards(arguments.master)
 
     async def watch() -> int:
         async with new_bus("monitor/?", network) as bus:
             await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
-            return await follow(Feed(bus, arguments.master), Console())
+            code: int = await follow(bus, arguments.master, Console())
+            return code
 
     return asyncio.run(watch())
 

@@ -198,3 +198,10 @@ class LenientOutput:
 if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def timed(text: str) -> str:
+    """The text, after the seconds for which this program has run."""
+    import psutil
+
+    return f"{time.time() - psutil.Process().create_time():5.1f} s  {text}"

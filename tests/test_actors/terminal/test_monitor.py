@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 
-from actors.watching import monitor
-from actors.watching.monitor import Feed, follow
+from actors.terminal import display, monitor
+from actors.terminal.display import Display
+from actors.terminal.monitor import Feed, follow
 from areal.base.command_line import typed
 from areal.extensions.desk.run_summary import print_summary
 from areal.storage.records import line_of
@@ -163,36 +163,29 @@ async def test_what_actors_report_cannot_steer_the_terminal():
             members = [member | {"activity": evil, "stats": {evil: 1.0}} for member in values["members"]]
             return Status(values=values | {"run": evil, "waiting": f"[red]{evil}", "members": members})
 
+        def subscribe(self, address, heard):
+            heard(1, Shutdown(ok=False, reason=f"failed: {evil} [/nothing]"))
+            return self
+
     master = Evil(step(1))
     out = io.StringIO()
     console = Console(file=out, width=200)
     feed = Feed(master, "tcp://master")
     status = await feed.look()
     console.print(monitor.actors_table(status["members"]), status["run"], status["waiting"], markup=False)
-    master.subscribers[0](1, Shutdown(ok=False, reason=f"failed: {evil} [/nothing]"))
-    await follow(feed, console)
+    await follow(master, "tcp://master", console)
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
     assert "failed: \\x1b]52;c;" in out.getvalue()
 
 
-async def test_an_evaluation_alone_prints_what_its_evaluator_does_when_that_changes(monkeypatch):
-    progress = iter(["sums 3 of 9", "sums 3 of 9", "", "sums 9 of 9"])
-
-    class Evaluating(FakeMaster):
-        async def ask(self, message, seconds):
-            activity = next(progress, None)
-            if activity is None:
-                raise asyncio.CancelledError
-            if not activity:
-                raise DeadlineError("no answer")
-            member = {"identity": "evaluator/0#e", "state": "healthy", "activity": activity, "stats": {}}
-            return Status(values=(await super().ask(message, seconds)).values | {"members": [member]})
-
-    monkeypatch.setattr(monitor, "PROGRESS_SECONDS", 0.0)
-    out = io.StringIO()
-    with contextlib.suppress(asyncio.CancelledError):
-        await monitor.print_progress(Evaluating(), "tcp://master", Console(file=out))
-    assert out.getvalue().splitlines() == ["sums 3 of 9", "sums 9 of 9"]
+def test_an_evaluation_alone_prints_what_its_evaluator_does_when_that_changes(monkeypatch, tmp_path):
+    monkeypatch.setattr(display, "PROGRESS_SECONDS", 0.0)
+    out, said = Console(file=io.StringIO()), []
+    shown = Display(out, SimpleNamespace(folder=tmp_path, steps=0), 0, said.append)
+    for activity in ("sums 3 of 9", "sums 3 of 9", "sums 9 of 9"):
+        member = {"identity": "evaluator/0#e", "state": "healthy", "activity": activity}
+        shown.show({"members": [member], "version": 0, "steps": 0})
+    assert [line for line in said if "sums" in line] == ["sums 3 of 9", "sums 9 of 9"]
 
 
 class FakeMaster:
@@ -266,7 +259,7 @@ async def test_on_a_terminal_a_live_view_shows_who_does_what_and_survives_a_sile
 
     monkeypatch.setattr(monitor.Live, "update", see)
     out = io.StringIO()
-    assert await follow(Feed(master, "tcp://m:1"), Console(file=out, force_terminal=True)) == 0
+    assert await follow(master, "tcp://m:1", Console(file=out, force_terminal=True)) == 0
     first, silent, again = screens
     assert "generating, 7 running of 8, 2 queued, KV 25%" in first and "loading [1/2]" in first
     assert (
@@ -277,6 +270,19 @@ async def test_on_a_terminal_a_live_view_shows_who_does_what_and_survives_a_sile
     assert "first failure (reward)" in first
     assert "The master does not answer: no answer" in silent and "the trainer waits" in again
     assert "the run reached its end" in out.getvalue()
+
+
+def test_a_run_that_was_started_here_shows_its_steps_after_those_of_an_earlier_start_also_at_its_end(tmp_path):
+    said: list[str] = []
+    (file := tmp_path / "metrics.jsonl").write_text(line_of(step(1)) + line_of(step(2)))
+    config = SimpleNamespace(folder=tmp_path, steps=9, max_staleness=4)
+    shown = Display(Console(file=io.StringIO()), config, 1, said.append)
+    shown.begin()
+    shown.show({"members": [], "version": 2, "steps": 9})
+    with file.open("a") as more:
+        more.write(line_of(step(3)))
+    shown.end()
+    assert [line.partition("  ")[0] for line in said] == ["step 2/9", "step 3/9"]
 
 
 async def test_each_step_is_asked_for_once():
@@ -298,7 +304,7 @@ async def test_without_a_terminal_each_step_and_each_alert_is_a_line_and_the_end
             if out.getvalue().count("\n") == 3:
                 master.end()
 
-    assert await follow(Feed(master, "tcp://m:1"), EndsAfterThree(file=out)) == 0
+    assert await follow(master, "tcp://m:1", EndsAfterThree(file=out)) == 0
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
         "step 1/9",
         "step 2/9",
@@ -312,4 +318,4 @@ async def test_a_master_that_is_not_heard_of_any_more_is_a_failure(monkeypatch):
     monkeypatch.setattr(monitor, "LOST_SECONDS", 0.0)
     master = FakeMaster()
     master.silent = True
-    assert await follow(Feed(master, "tcp://m:1"), Console(file=io.StringIO())) == 1
+    assert await follow(master, "tcp://m:1", Console(file=io.StringIO())) == 1

@@ -1,8 +1,7 @@
-"""The display of a run, where it was started or elsewhere: a live view on a terminal, else lines."""
+"""Shows a run, where it was started or elsewhere: a live view on a terminal, else lines."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,15 +12,11 @@ from rich.text import Text
 
 from actors.watching.health import status_of
 from areal.base.text import duration, shown
-from areal.config import Config
-from areal.storage.records import new_steps
 from protocols.bus_errors import BusError
 from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
-# Interval of the lines about an evaluation alone.
-PROGRESS_SECONDS = 60.0
 ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first one.
@@ -39,37 +34,6 @@ async def watch_live(feed: "Feed", console: Console) -> None:
             except BusError as error:
                 live.update(Text(shown(f"The master does not answer: {error}")))
             await asyncio.sleep(REFRESH_SECONDS)
-
-
-async def print_steps(config: Config, console: Console, skipped: int = 0) -> None:
-    """Print a line for every step of the run in `config.folder` but the first `skipped`, until cancelled."""
-    read = new_steps(config.folder)
-
-    def print_new() -> None:
-        for metrics in read():
-            if metrics["step"] > skipped:
-                line = step_line(metrics, config.steps, config.max_staleness)
-                console.print(line, highlight=False, soft_wrap=True)
-
-    try:
-        while True:
-            print_new()
-            await asyncio.sleep(REFRESH_SECONDS)
-    finally:
-        print_new()
-
-
-async def print_progress(bus: Bus, master: str, console: Console) -> None:
-    """Print what the evaluator of the run at `master` is doing, whenever that has changed, until cancelled."""
-    last = ""
-    while True:
-        with contextlib.suppress(BusError):  # it is asked again
-            members = (await status_of(bus, master, ASK_SECONDS))["members"]
-            doing = next((m["activity"] for m in members if m["identity"].startswith("evaluator/")), last)
-            if doing != last:
-                console.print(shown(doing), highlight=False, markup=False, soft_wrap=True)
-            last = doing
-        await asyncio.sleep(PROGRESS_SECONDS)
 
 
 class Feed:
@@ -98,9 +62,10 @@ class Feed:
             self.ended = shown(event.reason)
 
 
-async def follow(feed: Feed, console: Console) -> int:
-    """Show a run until it has ended: live on a terminal, else a line for each step. Returns the exit status: 1 if lines
-    are printed and the master has been silent for LOST_SECONDS, else 0."""
+async def follow(bus: Bus, master: str, console: Console) -> int:
+    """Show the run of the master at an address until it has ended: live on a terminal, else a line for each step.
+    Returns the exit status: 1 if lines are printed and the master has been silent for LOST_SECONDS, else 0."""
+    feed = Feed(bus, master)
     if console.is_terminal:
         await watch_live(feed, console)
     loop = asyncio.get_running_loop()
@@ -137,7 +102,7 @@ def step_line(m: dict[str, Any], steps: int, max_staleness: int) -> str:
     )
 
 
-def render(status: dict[str, Any]) -> Panel:
+def render(status: Mapping[str, Any]) -> Panel:
     """The live view of a run, from its status."""
     numbers = Table.grid(padding=(0, 3))
     numbers.add_column(style="dim", no_wrap=True)
@@ -159,7 +124,7 @@ def actors_table(members: list[dict[str, Any]]) -> Table:
     return actors
 
 
-def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]:
+def _numbers(status: Mapping[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]:
     evaluated = [f"{value:.3f} at version {version}" for version, value in status["accuracy"].items()]
     accuracy = ", ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
     groups = f"{status['alive']} admitted, {status['ready']} of them ready; room for {status['capacity']} more"
