@@ -25,12 +25,9 @@ def typed(words: str) -> str:
         return f"{shlex.quote(sys.executable)} -m areal {words}"
     if named and Path(named).samefile(program):
         return f"areal {words}"
-    return f"{shlex.quote(str(within(Path.cwd(), program)))} {words}"
-
-
-def within(folder: Path, path: Path) -> Path:
-    """A path, relative to the folder if it is below it."""
-    return path.relative_to(folder) if path.is_relative_to(folder) else path
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return f"{shlex.quote(str(program))} {words}"
 
 
 class RoomTools(NamedTuple):
