@@ -42,7 +42,8 @@ from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.devices import shares_devices, transfer_backend
-from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
+from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes
+from areal.generation.offered_weights import WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.models import kept_words_of
 from areal.samples.pictures import find

@@ -82,7 +82,7 @@ check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
 _CHECK_VLLM = """
 from pathlib import Path
 from areal.config.engine_sections import GeneratorConfig
-from areal.generation.generation_engine import check_options
+from areal.generation.engine_start import check_options
 check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
 """
 _CHECK_NAMES = """

@@ -509,7 +509,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
     try:
         if role in ("generator", "scorer"):
-            from areal.generation.generation_engine import prepare
+            from areal.generation.engine_start import prepare
 
             prepare(config.generator if role == "generator" else scorer_of(config, arguments.scorer).engine)
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.

@@ -17,50 +17,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import setproctitle
 
-from areal.base.errors import UserError, explain
+from areal.base.errors import explain
 from areal.base.processes import importing
-from areal.config.engine_options import refuse_twice
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
-from areal.cpu.fork_server import forked_engines, start_fork_server
-from areal.devices import SHARES, visible_devices
-from areal.models import check_mixture, packages_of_vision, ties_head
+from areal.cpu.fork_server import forked_engines
+from areal.devices import visible_devices
+from areal.generation.engine_start import EngineUse, checked_config, engine_arguments, prepare, stop_tokens
+from areal.generation.offered_weights import EngineModel, WeightLoadError, check_offer, check_shapes, read_model_folder
+from areal.models import check_mixture
 from areal.samples.pictures import find
 from areal.samples.table import Finish, Generation, TokenTable
-from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import TokenScores
-from areal.weights.model_files import ADAPTER_FILE, WEIGHTS_FILE, Shapes, model_files, only_model, tensors_in
-from areal.weights.wrappers import published_shapes
+from areal.weights.model_files import only_model
 
 if TYPE_CHECKING:
-    from vllm import AsyncEngineArgs, PoolingParams, SamplingParams
-    from vllm.config import VllmConfig
+    from vllm import PoolingParams, SamplingParams
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core_client import AsyncMPClient
 
 T = TypeVar("T")
 
-# Shares of a GPU's memory: of an engine alone on it, of one in turns with the trainer, and of one beside the trainer.
-OWN, TURNS, SHARED = 0.9, 0.8, 0.3
-
 # Time for the engine process to exit. It takes 3 s on a busy core; if killed earlier, it leaks a semaphore and warns.
 CLOSE_SECONDS = 10
 
-HEAD = "lm_head.weight"
 FINISH = "finish_weight_update"  # the last call of a direct transfer
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
@@ -81,10 +73,6 @@ LOST_SECONDS = 5.0
 
 class EngineError(Exception):
     """The engine cannot go on: it did not start, died, was closed, handed over its sequences, or has torn weights."""
-
-
-class WeightLoadError(Exception):
-    """The weights offered to `load` do not fit the model; the engine keeps its current weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +124,7 @@ class _Pause:
 class GenerationEngine:
     """One vLLM engine, in a child process that is killed when this process ends."""
 
-    def __init__(self, core: AsyncMPClient, config: GeneratorConfig, model: _Model, version: int) -> None:
+    def __init__(self, core: AsyncMPClient, config: GeneratorConfig, model: EngineModel, version: int) -> None:
         """For `start` only. Call from the event loop that will use the engine."""
         self._core = core
         self._config = config
@@ -183,14 +171,14 @@ class GenerationEngine:
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
         """
         config = config.for_device(cuda=bool(visible_devices()))
-        shapes, tied = _read_model_folder(model)
+        shapes, tied = read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
-        use = _Use(seed, lora, sleeps, transfer, routes, kept_words)
+        use = EngineUse(seed, lora, sleeps, transfer, routes, kept_words)
         core, stops = await asyncio.to_thread(_start_core, model, config, use)
         limits = core.vllm_config.model_config
         vocabulary = limits.get_vocab_size()
         sizes = vocabulary, limits.max_model_len, min(kept_words, vocabulary), kept_logprobs
-        facts = _Model(model, shapes, tied, lora, stops, *sizes)
+        facts = EngineModel(model, shapes, tied, lora, stops, *sizes)
         engine = cls(core, config, facts, version)
         if lora:
             await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
@@ -314,7 +302,7 @@ class GenerationEngine:
         Raises WeightLoadError, before anything is interrupted, if the weights do not fit the model. Raises EngineError
         if the engine dies, or if loading fails so late that the weights are torn (the engine is then closed).
         """
-        await asyncio.to_thread(_check_offer, folder, self._model)
+        await asyncio.to_thread(check_offer, folder, self._model)
         async with self._loading, self.drained():
             self._raise_if_failed()
             await self._open(folder)
@@ -344,7 +332,7 @@ class GenerationEngine:
             try:
                 async for call, info in calls:
                     if call == "start_weight_update":
-                        _check_shapes({name: tuple(shape) for name, shape in info.items()}, self._model, "what is sent")
+                        check_shapes({name: tuple(shape) for name, shape in info.items()}, self._model, "what is sent")
                         elements = sum(prod(shape) for shape in info.values())
                         pause = await self._pause()
                         self._torn_since = pause.start
@@ -614,19 +602,6 @@ class GenerationEngine:
             raise self._error
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    folder: Path
-    shapes: Shapes
-    tied: bool
-    lora: LoraConfig | None
-    stop_tokens: list[int]
-    vocab_size: int
-    max_len: int
-    kept_words: int
-    kept_logprobs: bool
-
-
 class _Sequence:
     """A sequence between the engine and the reader of `generate`. `rows`: the tokens that are not taken yet. `scores`:
     of the prompt, if they were asked for: those of its tokens but the first, or float32 [outputs] of a classifier."""
@@ -714,39 +689,7 @@ def _sampling_params(stop_tokens: tuple[int, ...] = (), whole: bool = False, **s
     return params
 
 
-def prepare(config: GeneratorConfig) -> None:
-    """Set the environment of an engine's process and, on CPUs, begin to import vLLM for it. Call it while this process
-    has a single thread, then vLLM is imported once for both."""
-    set_environment(config)
-    if not visible_devices():
-        start_fork_server()
-
-
-def set_environment(config: GeneratorConfig) -> None:
-    """Set the environment variables that vLLM and its processes read at import."""
-    setproctitle.getproctitle()  # it finds the place of the title only while the environment has not been written
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if not visible_devices():
-        cpu.set_environment(config)
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """What an engine is started for, as `GenerationEngine.start` has it."""
-
-    seed: int = 0
-    lora: LoraConfig | None = None
-    sleeps: bool = False
-    transfer: str | None = None
-    routes: bool = False
-    kept_words: int = 0
-
-
-def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncMPClient, list[int]]:
+def _start_core(model: Path, config: GeneratorConfig, use: EngineUse) -> tuple[AsyncMPClient, list[int]]:
     prepare(config)
     with importing():
         from vllm.platforms import current_platform
@@ -760,161 +703,11 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
     check_mixture(model, use.lora, cuda=not on_cpu)
     failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
     with only_model(model) as folder:
-        vllm_config = _checked_config(model, config, lambda: _engine_args(folder, config, use, on_cpu), on_cpu)
+        vllm_config = checked_config(model, config, lambda: engine_arguments(folder, config, use, on_cpu), on_cpu)
         with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         listed = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
     return core, stop_tokens(model, listed)
-
-
-def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
-    """The tokens that end a sequence: those that the model's generation config lists and, as in vLLM's own front end,
-    its tokenizer's end of sequence, which fine-tuning has trained."""
-    own: Any = getattr(tokenizer_in(str(model)), "eos_token_id", None)
-    return sorted({*([listed] if isinstance(listed, int) else listed or ()), own} - {None})
-
-
-def check_options(model: Path, config: GeneratorConfig) -> None:
-    """Raises UserError if vLLM does not take `config.engine_options` for the model in this folder. It is imported."""
-    set_environment(config)
-    with importing():
-        from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    _checked_config(model, config, lambda: _engine_args(model, config, _Use(), on_cpu), on_cpu)
-
-
-def _checked_config(
-    model: Path, config: GeneratorConfig, arguments: Callable[[], AsyncEngineArgs], on_cpu: bool
-) -> VllmConfig:
-    with explain(
-        (AssertionError, NotImplementedError, TypeError, ValueError),
-        f"vLLM cannot run the model in {model} with these generator settings: {{why}}",
-    ):
-        return _vllm_config(arguments(), config, on_cpu)
-
-
-def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:
-    from vllm.usage.usage_lib import UsageContext
-
-    # vLLM chooses the most tokens of a step by the device only for a named use. This one is for throughput: 16,384 on
-    # an H100. Without a name it takes 2,048, which is enough on a CPU.
-    vllm_config = arguments.create_engine_config(None if on_cpu else UsageContext.LLM_CLASS)
-    scheduler = vllm_config.scheduler_config
-    name = "AsyncGatheringScheduler" if scheduler.async_scheduling else "GatheringScheduler"
-    name = "KeepingScheduler" if config.kv_on_update == "keep" else name
-    scheduler.scheduler_cls = f"areal.generation.vllm_worker.{name}"
-    return vllm_config
-
-
-def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) -> Any:
-    from vllm import AsyncEngineArgs
-
-    options = config.engine_options
-    # Data-parallel ranks have an executor each.
-    workers = config.devices // options.get("data_parallel_size", 1)
-    share = SHARED if SHARES in os.environ else TURNS if use.sleeps else OWN
-    executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
-    arguments = {
-        "model": str(model),
-        "skip_tokenizer_init": not packages_of_vision(model),  # vLLM makes a processor of pictures, which needs it
-        "trust_remote_code": False,
-        "dtype": config.dtype,
-        "seed": use.seed,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_concurrent_rollouts,
-        "tensor_parallel_size": config.tensor_parallel,
-        "gpu_memory_utilization": config.memory_share or share,
-        "enable_sleep_mode": use.sleeps,
-        "enforce_eager": config.enforce_eager,
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(20, use.kept_words),  # 20 is vLLM's default
-        "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
-        "stream_interval": config.stream_interval,
-        "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
-        "weight_transfer_config": {"backend": use.transfer} if use.transfer else None,
-        "enable_return_routed_experts": use.routes and not on_cpu,  # vLLM's runner for CPUs does not have it
-    }
-    if use.lora:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
-    if config.kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-    refuse_twice("generator.engine_options", arguments, options)
-    arguments |= {"enable_prefix_caching": True, "use_tqdm_on_load": False}
-    if packages_of_vision(model):
-        # vLLM would bring the pixels to the model's range in the engine, by preprocessor_config.json alone: where it
-        # does not say how, as transformers' defaults need not, the tower would get bytes. The files have no video.
-        arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
-    if on_cpu:
-        arguments |= cpu.engine_arguments(config)
-    return AsyncEngineArgs(**arguments | options)
-
-
-def _max_lora_rank(rank: int) -> int:
-    """The least max_lora_rank of vLLM for adapters of this rank. Raises UserError."""
-    from vllm.config.lora import MaxLoRARanks
-
-    if larger := [choice for choice in get_args(MaxLoRARanks) if choice >= rank]:
-        return min(larger)
-    raise UserError(f"trainer.lora.rank is {rank}, but vLLM takes at most {max(get_args(MaxLoRARanks))}: lower it.")
-
-
-def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
-    """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
-    whether the head is tied. Raises UserError if the folder does not hold a readable model."""
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-    with explain(OSError, f"The model in {model} cannot be read: {{why}}."):
-        shapes = model_files(model).shapes
-    if not shapes:
-        raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
-    tied = ties_head(model)
-    return shapes, HEAD not in shapes if tied is None else tied
-
-
-def _check_offer(folder: Path, model: _Model) -> None:
-    """Raises WeightLoadError if the weights in `folder` do not fit the model."""
-    with explain((OSError, UserError), f"{folder} cannot be read: {{why}}", WeightLoadError):
-        is_adapter = (folder / ADAPTER_FILE).is_file()
-        tensors = tensors_in(folder / ADAPTER_FILE) if is_adapter else model_files(folder).tensors
-        if not tensors:
-            raise FileNotFoundError(f"it has neither {WEIGHTS_FILE} nor {ADAPTER_FILE}")
-    _check_shapes({tensor.name: tensor.shape for tensor in tensors}, model, str(folder))
-
-
-def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
-    """Raises WeightLoadError if tensors of these shapes do not fit the model."""
-    if model.lora:
-        wrong = _differences(shapes, _factors(model.lora.rank, shapes, model.shapes), ())
-    else:
-        optional = (HEAD,) if model.tied else ()  # it may be stored or left out
-        # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
-        wrong = _differences(shapes, model.shapes, optional)
-        if wrong:
-            with explain((OSError, KeyError, ValueError), f"{model.folder} cannot be read: {{why}}", WeightLoadError):
-                wrong = _differences(shapes, published_shapes(model.folder), optional)
-    if wrong:
-        raise WeightLoadError(f"{named} does not fit the model: {len(wrong)} tensors differ, the first is {wrong[0]}")
-
-
-def _differences(shapes: Shapes, expected: Shapes, optional: Collection[str]) -> list[str]:
-    """The tensors, except those in `optional`, that are not as expected, and how they differ."""
-    return [
-        f"{name} (expected {expected.get(name)}, found {shapes.get(name)})"
-        for name in sorted(shapes.keys() | expected.keys())
-        if name not in optional and shapes.get(name) != expected.get(name)
-    ]
-
-
-def _factors(rank: int, names: Iterable[str], weights: Shapes) -> Shapes:
-    """The expected shapes of peft's factors A and B for the weights that the adapter tensors `names` belong to."""
-    adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
-    shapes: Shapes = {}
-    for weight in adapted:
-        if len(shape := weights.get(f"{weight}.weight", ())) == 2:
-            shapes[f"base_model.model.{weight}.lora_A.weight"] = (rank, shape[1])
-            shapes[f"base_model.model.{weight}.lora_B.weight"] = (shape[0], rank)
-    return shapes
 
 
 def _handed_over() -> EngineError:

@@ -133,15 +133,15 @@ async def store_all(config: Config, finished: Finished) -> None:
 
 def engine_arguments(config: Config) -> tuple[Any, Any]:
     """Those of the generator, and the sampling parameters."""
-    from areal.generation import generation_engine as generation
+    from areal.generation import engine_start
 
-    generation.set_environment(config.generator)
+    engine_start.set_environment(config.generator)
     from vllm import SamplingParams
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
-    arguments = generation._engine_args(
-        Path(config.model), config.generator, generation._Use(config.seed), current_platform.is_cpu()
+    arguments = engine_start.engine_arguments(
+        Path(config.model), config.generator, engine_start.EngineUse(config.seed), current_platform.is_cpu()
     )
     stop = arguments.create_engine_config().model_config.try_get_generation_config().get("eos_token_id")
     sampling = SamplingParams(

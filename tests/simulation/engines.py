@@ -24,7 +24,8 @@ from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
-from areal.generation.generation_engine import EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.generation.generation_engine import EngineError, EngineStats, LoadTimes
+from areal.generation.offered_weights import WeightLoadError
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed
 from areal.samples.table import Finish, Generation, Tokens

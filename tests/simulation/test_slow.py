@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from areal.base.errors import UserError
-from areal.generation.generation_engine import EngineError, WeightLoadError
+from areal.generation.generation_engine import EngineError
+from areal.generation.offered_weights import WeightLoadError
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed
 from areal.staleness import failures

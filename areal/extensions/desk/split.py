@@ -13,7 +13,7 @@ from typing import Any
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.extensions.desk.activations import Activations
-from areal.generation.generation_engine import SHARED
+from areal.generation.engine_start import SHARED
 from areal.training.head import AT_ONCE
 from areal.training.optimizer import BUCKET, LARGEST_BUCKET
 from areal.weights.packs import sending_bytes

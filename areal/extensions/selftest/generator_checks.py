@@ -32,7 +32,8 @@ from areal.extensions.selftest.verdicts import (
     gap_of,
     load_cost,
 )
-from areal.generation.generation_engine import EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.generation.generation_engine import EngineError, GenerationEngine, LoadTimes
+from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation, TokenTable, joined
 
 SEQUENCES, TOKENS, LONGEST = 8, 64, 1024

@@ -37,7 +37,8 @@ from areal.config.engine_sections import GeneratorConfig, SamplingConfig, Weight
 from areal.config.trainer_section import TrainerConfig
 from areal.cpu.fork_server import IMPORTED
 from areal.generation import generation_engine as engines
-from areal.generation.generation_engine import EngineError, GenerationEngine, WeightLoadError
+from areal.generation.generation_engine import EngineError, GenerationEngine
+from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import Manifest

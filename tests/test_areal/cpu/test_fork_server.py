@@ -20,7 +20,8 @@ from areal.extensions.selftest.synthetic import write_tiny_model
 SCRIPT = """
 import asyncio, os, psutil, signal, sys
 from pathlib import Path
-from areal.generation.generation_engine import GenerationEngine, prepare
+from areal.generation.engine_start import prepare
+from areal.generation.generation_engine import GenerationEngine
 from areal.extensions.selftest.synthetic import tiny_config
 
 async def main(model, config):

@@ -44,15 +44,10 @@ from areal.config.trainer_section import LoraConfig
 from areal.cpu.vllm_on_cpu import BLOCK_SIZE
 from areal.devices import SHARES
 from areal.extensions.selftest.transfer_checks import Receiving, Sending
-from areal.generation import generation_engine
-from areal.generation.generation_engine import (
-    EngineError,
-    EngineStats,
-    GenerationEngine,
-    WeightLoadError,
-    _Use,
-    stop_tokens,
-)
+from areal.generation import engine_start, generation_engine
+from areal.generation.engine_start import EngineUse, stop_tokens
+from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine
+from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import TokenScores
@@ -424,8 +419,8 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
         return result
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
-    engine_args = generation_engine._engine_args
-    monkeypatch.setattr(generation_engine, "_engine_args", as_on_gpus)
+    engine_args = generation_engine.engine_arguments
+    monkeypatch.setattr(generation_engine, "engine_arguments", as_on_gpus)
     policies: Models = request.getfixturevalue(folders)
     workers = changes.get("tensor_parallel", 1)
     engine = await GenerationEngine.start(policies[0], CONFIG.model_copy(update=changes), version=0, transfer="gloo")
@@ -860,13 +855,13 @@ async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_a
         shutil.rmtree(tmp_path / "open")
         await pause(**options)
 
-    check, pause = generation_engine._check_offer, engine._core.pause_scheduler_async
+    check, pause = generation_engine.check_offer, engine._core.pause_scheduler_async
     write(tmp_path / "whole")
     progress: list[Generation] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
     await until(lambda: bool(progress))
     with monkeypatch.context() as removing:
-        removing.setattr(generation_engine, "_check_offer", check_and_remove)
+        removing.setattr(generation_engine, "check_offer", check_and_remove)
         with pytest.raises(WeightLoadError, match="checked cannot be read"):
             await engine.load(write(tmp_path / "checked"), 1)
     sequence = await running
@@ -937,7 +932,7 @@ async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def arguments(cpu: bool = False, sleeps: bool = False, **changes: Any) -> Any:
-        return generation_engine._engine_args(models[0], GeneratorConfig(**changes), _Use(7, None, sleeps), cpu)
+        return engine_start.engine_arguments(models[0], GeneratorConfig(**changes), EngineUse(7, None, sleeps), cpu)
 
     results = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
     assert (results.kv_cache_dtype, results.enable_prefix_caching, results.tensor_parallel_size) == ("fp8", False, 2)
@@ -980,8 +975,8 @@ async def test_a_step_of_a_gpu_has_as_many_tokens_as_vllm_takes_for_throughput(
 
     def scheduler(on_cpu: bool, **options: Any) -> Any:
         config = CONFIG.model_copy(update={"max_concurrent_rollouts": 200, "engine_options": options})
-        arguments = generation_engine._engine_args(models[0], config, _Use(7), on_cpu)
-        return generation_engine._vllm_config(arguments, config, on_cpu).scheduler_config
+        arguments = engine_start.engine_arguments(models[0], config, EngineUse(7), on_cpu)
+        return engine_start._vllm_config(arguments, config, on_cpu).scheduler_config
 
     settings = scheduler(on_cpu=False)
     assert (settings.max_num_batched_tokens, settings.max_num_seqs) == (tokens, 200)

@@ -17,7 +17,7 @@ from areal.extensions.selftest.generator_checks import GenerationChecks
 from areal.extensions.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.extensions.selftest.transfer_checks import Sending
 from areal.extensions.selftest.verdicts import check_engine, check_versions
-from areal.generation import generation_engine as generation_engine
+from areal.generation import generation_engine
 from areal.generation.generation_engine import LoadTimes
 from areal.weights.folders import write_weights
 from areal.weights.model_files import WEIGHTS_FILE
