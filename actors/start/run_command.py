@@ -502,7 +502,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     async def run() -> Ending:
         vitals.watch()
         if role in ("rollout_manager", "evaluator"):
-            from actors.sampling.sessions import contained_task
+            from actors.sampling.own_code import contained_task
 
             asyncio.get_running_loop().set_task_factory(contained_task)
         return await build(role, arguments).run()

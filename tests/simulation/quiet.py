@@ -14,11 +14,12 @@ from unittest.mock import patch
 import structlog
 from structlog.typing import EventDict
 
-from actors import evaluator, rollout_manager
+from actors import rollout_manager
+from actors.evaluator import evaluator
 from actors.gateway import user_sessions
 from actors.master import run_state
 from actors.runtime import membership
-from actors.sampling import sessions
+from actors.sampling import own_code
 from areal.base.processes import ROOT
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
@@ -35,7 +36,7 @@ BALANCE_SECONDS = 0.15
 STORE_AFTER_SECONDS = 0.05
 REPORT_SECONDS = 0.1
 
-place_of = sessions.place_of
+place_of = own_code.place_of
 
 
 class Simulated(Protocol):
@@ -84,7 +85,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         moves = functools.partial(_some_moves, world)
         intervals: dict[str, Any] = {"BALANCE_SECONDS": BALANCE_SECONDS, "STORE_AFTER_SECONDS": STORE_AFTER_SECONDS}
         settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, **intervals))
-        settings.enter_context(patch.multiple(sessions, place_of=_place_in_checkout))
+        settings.enter_context(patch.multiple(own_code, place_of=_place_in_checkout))
         settings.enter_context(patch.multiple(user_sessions, _since_boot=lambda: ("", world.scheduler.now)))
         settings.enter_context(
             patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)

@@ -17,10 +17,11 @@ from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch
 from actors.sampling.flows import with_files
 from actors.sampling.jobs import Call, SampleFailed, SampleState, ScoringRules
+from actors.sampling.own_code import contained_task
 from actors.sampling.sampling import Sampling
 from actors.sampling.scores import GroupScores, Rewards
 from actors.sampling.services import Services
-from actors.sampling.sessions import SampleSession, contained_task
+from actors.sampling.sessions import SampleSession
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row
