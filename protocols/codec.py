@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols import messages
+from protocols import evaluation_messages, messages, session_messages, weight_messages
 from protocols.bus_errors import MalformedError, ProtocolVersionError
 from protocols.messages import KINDS, Message, Part
 from protocols.version import difference, program, version_of
@@ -58,7 +58,10 @@ class Header(NamedTuple):
     token: bytes = b""
 
 
-MODELS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Part)]
+SUBJECTS = messages, evaluation_messages, session_messages, weight_messages
+"""All modules that have messages."""
+_CLASSES = dict.fromkeys(kind for module in SUBJECTS for kind in vars(module).values() if isinstance(kind, type))
+MODELS = [kind for kind in _CLASSES if issubclass(kind, Part)]
 PROTOCOL_VERSION = version_of(MODELS, Header._fields)  # every header has it, as `v`
 
 

@@ -1,4 +1,5 @@
-"""Every message of the protocol, as frozen pydantic models.
+"""The messages of the protocol, as frozen pydantic models. `evaluation_messages`, `session_messages` and
+`weight_messages` have the messages about these subjects.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -11,10 +12,6 @@
 | rollout_manager, gateway | master | RenewLeases | LostLeases |
 | rollout_manager, gateway | master | GroupStarted | Done |
 | rollout_manager | master | GroupFailed | Done |
-| gateway | master | AskSession | SessionAnswer |
-| gateway | master | AdoptSessions | Sessions |
-| gateway | master | DiscardSession | SessionDiscarded |
-| gateway | master | ReportKeys | KeysElsewhere |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager, evaluator, gateway | scorer | OpenFlow | stream of TokensScored, CompletionsScored |
@@ -32,9 +29,6 @@
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
 | trainer | generator | AskLogprobs | Logprobs |
-| generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
-| generator | trainer | SendWeights | stream of TransferCall |
-| generator | trainer | TransferDone | Done |
 | trainer | master | AskRecovery | Recovery |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskReuse | ReuseAnswer |
@@ -43,8 +37,6 @@
 | trainer | master | PublishPolicy | Done |
 | trainer | master | CheckpointSaved | CheckpointAnswer |
 | trainer | master | TrainingFinished, TrainingFailed, StepFailed | Done |
-| evaluator | master | AskEvaluation | EvaluationAnswer |
-| evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator, gateway | master | ScoringFailed | Done |
 | rollout_manager, evaluator, gateway | master | ConnectionLost | Done |
 | monitor | master | AskStatus | Status |
@@ -56,7 +48,7 @@ Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -381,97 +373,6 @@ class LostLeases(Message):
 class GroupStarted(Message):
     group: Name
     start_version: int
-
-
-class SessionGroup(Part):
-    """A session of a user, a group of one sample: its name and its group, whose calls need weights of `min_version` or
-    newer. `resumed`: the trainer may have calls of it."""
-
-    session: Name
-    group: Name
-    prompt_index: PromptIndex
-    min_version: int
-    resumed: bool = False
-
-
-class AskSession(Message):
-    """Asks for the open session of this name, which the sender holds from then on if nobody else does. `opens`: open
-    one if there is none and a permit is free. `mark`: a client's id for a reward, or empty."""
-
-    session: Name
-    opens: bool
-    mark: Name = ""
-
-
-class Receipt(Part):
-    """A reward of a user was taken: the group that became ready with it, and what the reward `gave`
-    (areal.samples.trajectory.Note), empty if an earlier version of this program took it."""
-
-    group: Name
-    gave: Name = ""
-
-
-class SessionAnswer(Message):
-    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
-    which another gateway may hold, the `holder`; "trained" if it was, or empty. `receipt`: of the reward of this mark,
-    with which a session of this name became ready; None if there is none."""
-
-    session: SessionGroup | None = None
-    state: Name = ""
-    holder: Name = ""
-    receipt: Receipt | None = None
-
-
-class AdoptSessions(Message):
-    """Asks for sessions that their gateway has left; the sender holds them from then on."""
-
-    count: Annotated[int, Field(ge=1, le=65536)]
-
-
-class Sessions(Message):
-    sessions: Several[SessionGroup]
-
-
-class DiscardSession(Message):
-    """A session, or all its alive groups, are not trained, for this reason. Refused once a batch with one is fixed."""
-
-    session: Name
-    group: Name = ""
-    reason: Literal["expired", "deleted", "opted out", "failed", "unused"]
-
-
-class SessionDiscarded(Message):
-    """`count`: how many groups were discarded. `trained_in`: the steps that trained earlier groups of this name.
-    `holder`: the other gateway that has the session, which is then not discarded: its calls go on there."""
-
-    count: Count = 0
-    trained_in: Several[Count] = ()
-    holder: Name = ""
-
-
-class KeyUse(Part):
-    """What a key of users has used: calls and sampled tokens in the last minute, sessions that take calls now, and how
-    many of its requests were refused since the gateway has started."""
-
-    calls: Count = 0
-    tokens: Count = 0
-    sessions: Count = 0
-    refused: Count = 0
-
-
-KeyUses = Annotated[dict[Name, KeyUse], Field(max_length=4096)]
-
-
-class ReportKeys(Message):
-    """What the keys of users have used at the sender, by name."""
-
-    keys: KeyUses
-
-
-class KeysElsewhere(Message):
-    """What the keys have used at all other gateways."""
-
-    keys: KeyUses
 
 
 Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
@@ -813,64 +714,6 @@ class StoredCalls(Message):
     frame: Bytes
 
 
-# --- weights
-
-
-class FetchWeights(Message):
-    """Asks for the files of a policy, from the chunk `first` on. `base`: the (lineage, version) that the asker has
-    completely, so that differences from it are enough; None: send no differences."""
-
-    lineage: int
-    version: int
-    first: Annotated[int, Field(ge=0)]
-    base: tuple[int, int] | None
-
-
-class WeightFile(Part):
-    """As areal.weights.chunks.FileSums; `checksums` int64 [chunks]."""
-
-    name: Name
-    size: Annotated[int, Field(ge=0)]
-    checksums: Int64s
-
-
-class WeightFiles(Message):
-    """The first part of the stream: all files of the policy."""
-
-    files: Annotated[Several[WeightFile], Field(max_length=4096)]
-
-
-class WeightChunk(Message):
-    """`data`, uint8 [n], is the chunk itself or, with `difference`, its difference from the base's chunk."""
-
-    number: int
-    data: Bytes
-    difference: bool
-
-
-class SendWeights(Message):
-    """Asks the trainer to send a policy's weights straight into the asker's engine, which has `workers` processes. The
-    asker does each call, says so with TransferDone, and reads on. If it ends the stream early, the transfer is over."""
-
-    lineage: int
-    version: int
-    workers: Annotated[int, Field(ge=1, le=4096)]
-
-
-class TransferCall(Message):
-    """A call that the trainer's end of vLLM's weight transfer makes to the engine. `info`: its argument, as JSON."""
-
-    number: int
-    call: Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
-    info: str
-
-
-class TransferDone(Message):
-    """The engine has done the call `number` of the transfer that the asker has open."""
-
-    number: int
-
-
 # --- training
 
 
@@ -997,106 +840,7 @@ class StepFailed(Message):
     reason: Annotated[str, Field(max_length=4096)]
 
 
-# --- evaluation and monitoring
-
-
-class AskEvaluation(Message):
-    pass
-
-
-class RowScores(Part):
-    """The scores of held-out rows. `counts[i]` samples of row `rows[i]` could be scored; they have `tokens[i]` sampled
-    tokens in total. `scores` holds the scores of all rows, one row after the other."""
-
-    rows: Int32s
-    counts: Int32s
-    tokens: Int64s
-    scores: Float64s
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if not len(self.rows) == len(self.counts) == len(self.tokens):
-            raise ValueError(f"{len(self.rows)} rows, {len(self.counts)} counts and {len(self.tokens)} sums of tokens")
-        if (self.counts < 1).any() or int(self.counts.sum(dtype=np.int64)) != len(self.scores):
-            raise ValueError(f"the counts do not divide {len(self.scores)} scores among the rows")
-        if not (np.abs(self.scores) <= 1e100).all() or (self.tokens < 0).any():
-            raise ValueError("a score or a number of tokens is out of range")
-        return self
-
-    @classmethod
-    def of(cls, rows: Mapping[int, tuple[Sequence[float], int]]) -> Self:
-        """From the scores and the number of tokens by row."""
-        return cls(
-            rows=np.array(list(rows), np.int32),
-            counts=np.array([len(scores) for scores, _ in rows.values()], np.int32),
-            tokens=np.array([tokens for _, tokens in rows.values()], np.int64),
-            scores=np.array([score for scores, _ in rows.values() for score in scores], np.float64),
-        )
-
-    def by_row(self) -> dict[int, tuple[list[float], int]]:
-        """The scores and the number of tokens of each row."""
-        scores = [self.scores[part].tolist() for part in slices(self.counts)]
-        return dict(zip(self.rows.tolist(), zip(scores, self.tokens.tolist(), strict=True), strict=True))
-
-
-class EvaluationAnswer(Message):
-    """`version`: the version to evaluate now; None: ask again. `holder`: the only generator to use; None: use all of
-    them, since there is no newer version. `scored`: the rows that an earlier attempt has scored at this version."""
-
-    version: int | None
-    holder: Member | None = None
-    scored: RowScores | None = None
-
-
-class RowsScored(Message):
-    """These rows are scored at the version under evaluation: a restarted evaluator scores the others only."""
-
-    version: int
-    scored: RowScores
-
-
-class Sample(Part):
-    prompt: str
-    completion: str
-    answer: str | None
-    score: Number
-
-
-class Scores(Part):
-    """Values as in areal.rewards.pass_at_k.Scorecard. `accuracy` is None if no sample was scored.
-    `completion_tokens_mean`: mean over the samples that were scored. `unfinished`: number of samples that
-    `evaluator.timeout_seconds` cut off; they count in nothing else."""
-
-    accuracy: Number | None
-    standard_error: Number | None = None
-    pass_at: dict[str, Number]
-    rows: int
-    failed: int
-    unfinished: int = 0
-    completion_tokens_mean: Number | None
-
-
-class BenchmarkScores(Scores):
-    """`samples`: number of samples per row, `scored`: of all. `cut_share`: of those, at the limit."""
-
-    samples: int
-    scored: int
-    cut_share: Number | None
-
-
-class EvaluationDone(Message, Scores):
-    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy may be None."""
-
-    version: int
-    samples: Several[Sample]
-    benchmarks: dict[str, BenchmarkScores] = {}
-
-
-class EvaluationAbandoned(Message):
-    """The evaluation of a version is given up; there will be no result."""
-
-    version: int
-    reason: Annotated[str, Field(max_length=4096)]
+# --- monitoring
 
 
 class AskStatus(Message):

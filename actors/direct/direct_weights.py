@@ -33,8 +33,9 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of
 from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
-from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
+from protocols.messages import Done, Message, Policy
 from protocols.transport import Bus, Request
+from protocols.weight_messages import SendWeights, TransferCall, TransferDone
 
 if TYPE_CHECKING:
     from actors.direct.transfer import Sender

@@ -6,15 +6,15 @@ from actors.master.accounts import evaluation_record
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
 from protocols.bus_errors import RefusedError
-from protocols.messages import (
+from protocols.evaluation_messages import (
     AskEvaluation,
-    Done,
     EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
     RowScores,
     RowsScored,
 )
+from protocols.messages import Done
 from protocols.transport import Request
 
 log = structlog.get_logger()

@@ -39,19 +39,17 @@ from areal.data.sources import open_benchmark
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow
 from protocols.bus_errors import text_of
-from protocols.messages import (
+from protocols.evaluation_messages import (
     AskEvaluation,
     BenchmarkScores,
-    Done,
     EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
-    LoadColumns,
-    Member,
     RowScores,
     RowsScored,
     Sample,
 )
+from protocols.messages import Done, LoadColumns, Member
 
 ASK_SECONDS = 20.0
 # The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.

@@ -26,7 +26,8 @@ from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from areal.base.errors import UserError, explain
 from areal.extensions.agents.openai_api import most_characters
-from protocols.messages import KeysElsewhere, KeyUse, LoadColumns, ReportKeys, Work
+from protocols.messages import LoadColumns, Work
+from protocols.session_messages import KeysElsewhere, KeyUse, ReportKeys
 
 WATCH_SECONDS = 1.0
 # Time for the calls in progress when the gateway leaves.

@@ -14,7 +14,7 @@ from typing import Literal
 
 from areal.config.role_sections import KeyConfig
 from areal.extensions.agents.openai_api import ApiError
-from protocols.messages import KeyUse
+from protocols.session_messages import KeyUse
 
 Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60

@@ -27,11 +27,8 @@ from areal.extensions.agents.openai_api import ApiError, SamplingFields
 from areal.samples.trajectory import Trajectory, row_text
 from protocols.bus_errors import BusError, FencedError, RefusedError
 from protocols.messages import (
-    AdoptSessions,
     AskCalls,
     AskSamples,
-    AskSession,
-    DiscardSession,
     Done,
     GroupAccepted,
     GroupStarted,
@@ -39,14 +36,19 @@ from protocols.messages import (
     Message,
     RenewLeases,
     ScoredSample,
-    SessionAnswer,
-    SessionDiscarded,
-    SessionGroup,
-    Sessions,
     StoreCalls,
     StoredCalls,
     StoredSamples,
     StoreSamples,
+)
+from protocols.session_messages import (
+    AdoptSessions,
+    AskSession,
+    DiscardSession,
+    SessionAnswer,
+    SessionDiscarded,
+    SessionGroup,
+    Sessions,
 )
 
 # Sessions that a gateway adopts at a time.

@@ -7,7 +7,7 @@ from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
 from areal.staleness.ledger_state import DELETED, GroupState, LedgerGroup
 from protocols.bus_errors import RefusedError
-from protocols.messages import (
+from protocols.session_messages import (
     AdoptSessions,
     AskSession,
     DiscardSession,

@@ -31,7 +31,7 @@ from areal.samples.table import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep
 from protocols.bus_errors import BusError
-from protocols.messages import SessionGroup
+from protocols.session_messages import SessionGroup
 
 log = structlog.get_logger()
 MAX_REWARDS = 1024

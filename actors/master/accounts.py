@@ -12,7 +12,9 @@ from areal.rewards.result import mean_parts
 from areal.staleness.ledger import RunEnded, Waiting
 from areal.staleness.ledger_state import EXPIRED, ZERO_SIGNAL, Batch, GroupState, StepRecord
 from areal.storage.events import COUNTERS
-from protocols.messages import CommitStep, EvaluationDone, KeyUse
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import CommitStep
+from protocols.session_messages import KeyUse
 
 # How long a gateway's report of what keys use counts, and how long what is open there: its sessions go on elsewhere.
 REPORT_SECONDS, PRESENT_SECONDS = 60.0, 5.0

@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from protocols.messages import EvaluationDone, Member, Policy
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import Member, Policy
 
 
 class Change(BaseModel):

@@ -14,7 +14,8 @@ import structlog
 from actors.master.changes import Evaluated, EvaluationDropped
 from actors.master.members import Members
 from actors.master.run_state import RunState
-from protocols.messages import EvaluationDone, Member, Policy
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import Member, Policy
 
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
 GRACE_SECONDS = 60.0

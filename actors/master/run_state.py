@@ -61,7 +61,9 @@ from areal.staleness.ledger_state import (
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
-from protocols.messages import EvaluationDone, Member, Policy, Receipt, actor_name
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import Member, Policy, actor_name
+from protocols.session_messages import Receipt
 
 # Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
 # the journal, and the replay at a restart.

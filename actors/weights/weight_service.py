@@ -24,8 +24,9 @@ from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, 
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
 from protocols.bus_errors import BusError, BusyError, RefusedError, StreamBrokenError
-from protocols.messages import FetchWeights, Member, Message, Policy, WeightChunk, WeightFile, WeightFiles
+from protocols.messages import Member, Message, Policy
 from protocols.transport import Bus, Request
+from protocols.weight_messages import FetchWeights, WeightChunk, WeightFile, WeightFiles
 
 # How long a server waits for a version that it does not have yet. A generator that is still loading the version before
 # has to begin to fetch the next one within this time; otherwise the asker tries another source.

@@ -35,10 +35,11 @@ import zmq
 import zmq.asyncio
 from results import ratio, show, write
 
-from protocols.messages import FetchWeights, Heartbeat, HeartbeatAnswer, Message, Policy, WeightChunk
+from protocols.messages import Heartbeat, HeartbeatAnswer, Message, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Request
+from protocols.weight_messages import FetchWeights, WeightChunk
 
 try:
     import ray

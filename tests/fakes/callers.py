@@ -13,14 +13,13 @@ from areal.config import Config
 from areal.data.sources import open_source
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
+from protocols.evaluation_messages import AskEvaluation, EvaluationDone
 from protocols.messages import (
     AskBatch,
-    AskEvaluation,
     AskPermits,
     AskRecovery,
     CommitStep,
     DiskShortage,
-    EvaluationDone,
     GroupReady,
     Heartbeat,
     Join,

@@ -16,7 +16,8 @@ from actors.master.run_state import RunState
 from areal.staleness.failures import Failures
 from areal.staleness.ledger_state import Counters
 from areal.storage.journal import Journal
-from protocols.messages import EvaluationDone, Heartbeat, Join, Member, Policy
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import Heartbeat, Join, Member, Policy
 
 
 class QuietMaster:

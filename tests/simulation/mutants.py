@@ -72,7 +72,6 @@ from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import (
     AskRecovery,
     AskSamples,
-    DiscardSession,
     Done,
     GroupAccepted,
     GroupStarted,
@@ -81,12 +80,12 @@ from protocols.messages import (
     Message,
     Permit,
     Recovery,
-    SessionDiscarded,
     StoredSamples,
     StoreSamples,
     TokenColumns,
     TrainingFinished,
 )
+from protocols.session_messages import DiscardSession, SessionDiscarded
 from protocols.transport import Peer, RequestServer
 from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
 

@@ -35,7 +35,8 @@ from areal.staleness.ledger_state import (
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
 from protocols.codec import Frame
-from protocols.messages import EvaluationDone, Message, Permits
+from protocols.evaluation_messages import EvaluationDone
+from protocols.messages import Message, Permits
 from simulation.book import HOPELESS, RETRIED, Book, Row, Violation
 from simulation.engines import (
     Files,

@@ -31,9 +31,8 @@ from areal.generation.generation_engine import LoadTimes
 from areal.samples.table import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
-from protocols import messages
 from protocols.bus_errors import BusyError
-from protocols.codec import MAX_BODY_BYTES
+from protocols.codec import MAX_BODY_BYTES, SUBJECTS
 from protocols.messages import AskRecovery, Message, Policy, StoreSamples
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
@@ -400,16 +399,19 @@ def subclasses_of(kind: type) -> Iterator[type]:
 
 
 def handled_in(module: str) -> set[type[Message]]:
+    """What the actors of a module answer, without what roles of extensions have at the master."""
     parts = [part for part in subclasses_of(HandlesRequests) if f"{part.__module__}.".startswith(f"{module}.")]
-    return {message for part in parts for message in part._handlers}
+    return {message for part in parts if part not in extensions.find_own("requests") for message in part._handlers}
 
 
 def handled_by(role: str) -> set[type[Message]]:
-    return handled_in(extensions.entry("role", role).target.partition(":")[0]) | handled_in(f"actors.{role}")
+    own = handled_in(extensions.entry("role", role).target.partition(":")[0]) | handled_in(f"actors.{role}")
+    further = extensions.find_own("requests") if role == "master" else []
+    return own | {message for part in further for message in part._handlers}
 
 
 def test_the_table_of_messages_says_who_answers_what() -> None:
-    lines = [line for line in (messages.__doc__ or "").splitlines() if line.startswith("| ")]
+    lines = [line for module in SUBJECTS for line in (module.__doc__ or "").splitlines() if line.startswith("| ")]
     rows = [
         (to.split(", "), set(request.split(", "))) for _, to, request, _ in (line[2:-2].split(" | ") for line in lines)
     ]

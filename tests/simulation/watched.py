@@ -25,7 +25,8 @@ from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
-from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls, StoreSamples
+from protocols.evaluation_messages import AskEvaluation, EvaluationDone, RowsScored
+from protocols.messages import Message, Permit, StoreCalls, StoreSamples
 from protocols.transport import Bus, Peer
 from simulation.engines import HELDOUT, TalkTokenizer, Toil
 from simulation.oracle import Oracle

@@ -8,9 +8,10 @@ import pytest
 
 from protocols.bus_errors import DeadlineError, FencedError, RefusedError, StreamBrokenError
 from protocols.codec import decode_header
-from protocols.messages import AskStatus, Done, FetchWeights, Policy, PolicyPublished, Status, WeightChunk
+from protocols.messages import AskStatus, Done, Policy, PolicyPublished, Status
 from protocols.network import Full, Unreachable
 from protocols.transport import RESEND_SECONDS, STREAM_SILENCE_SECONDS, Bus
+from protocols.weight_messages import FetchWeights, WeightChunk
 
 DOOR = "tcp://master:1"
 PATIENCE = 60.0

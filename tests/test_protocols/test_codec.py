@@ -22,11 +22,13 @@ from protocols.codec import (
     MAX_BODY_BYTES,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
+    SUBJECTS,
     Header,
     decode_body,
     decode_header,
     encode,
 )
+from protocols.evaluation_messages import RowScores, RowsScored
 from protocols.messages import (
     Completion,
     Generate,
@@ -36,8 +38,6 @@ from protocols.messages import (
     Member,
     NewSequence,
     Policy,
-    RowScores,
-    RowsScored,
     Score,
     ScoredSample,
     Snapshot,
@@ -544,10 +544,11 @@ def test_a_random_body_of_any_kind_is_understood_or_refused(kind, body, arrays):
 
 
 def test_every_message_stands_in_the_table_or_in_a_list():
-    words = set(messages.__doc__.replace(",", " ").replace("|", " ").replace(".", " ").split())
-    classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if cls.__module__ == messages.__name__]
-    sent = {cls.__name__ for cls in classes if issubclass(cls, messages.Message) and cls is not messages.Message}
-    assert sent <= words, sent - words
+    for module in SUBJECTS:
+        words = set(module.__doc__.replace(",", " ").replace("|", " ").replace(".", " ").split())
+        classes = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if cls.__module__ == module.__name__]
+        sent = {cls.__name__ for cls in classes if issubclass(cls, messages.Message) and cls is not messages.Message}
+        assert sent <= words, sent - words
 
 
 def test_every_message_is_known_by_its_kind():

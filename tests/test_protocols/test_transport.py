@@ -26,21 +26,10 @@ from protocols.bus_errors import (
     StreamBrokenError,
 )
 from protocols.codec import PROTOCOL_VERSION, Header, decode_body, decode_header, encode
-from protocols.messages import (
-    AskPermits,
-    AskStatus,
-    Cancel,
-    Credit,
-    Done,
-    Failure,
-    FetchWeights,
-    Permits,
-    Shutdown,
-    Status,
-    WeightChunk,
-)
+from protocols.messages import AskPermits, AskStatus, Cancel, Credit, Done, Failure, Permits, Shutdown, Status
 from protocols.network import DRAIN, MAX_SUBSCRIPTION_BYTES, SHARED_BYTES
 from protocols.transport import STREAM_CREDIT, Bus
+from protocols.weight_messages import FetchWeights, WeightChunk
 
 LOOPBACK = "tcp://127.0.0.1:*"
 # Long enough for any machine: a test that needs it has failed.

@@ -47,8 +47,6 @@ from protocols.bus_errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskLogprobs,
-    AskSession,
-    DiscardSession,
     GroupAccepted,
     GroupStarted,
     Logprobs,
@@ -57,13 +55,12 @@ from protocols.messages import (
     Policy,
     RenewLeases,
     ScoredSample,
-    SessionAnswer,
-    SessionDiscarded,
     StoreCalls,
     StoredCalls,
     StoredSamples,
     StoreSamples,
 )
+from protocols.session_messages import AskSession, DiscardSession, SessionAnswer, SessionDiscarded
 
 STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
 

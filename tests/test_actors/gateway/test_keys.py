@@ -9,7 +9,7 @@ from actors.gateway.keys import UserKeys
 from actors.master.accounts import KeyRecords
 from areal.config.role_sections import KeyConfig
 from areal.extensions.agents.openai_api import ApiError
-from protocols.messages import KeyUse
+from protocols.session_messages import KeyUse
 
 KEYS = {name: sha256(name.encode()).hexdigest() for name in ("anna", "bert")}
 

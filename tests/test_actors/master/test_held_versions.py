@@ -28,19 +28,21 @@ from areal.storage.records import read_records
 from protocols.bus_errors import (
     RefusedError,
 )
-from protocols.messages import (
+from protocols.evaluation_messages import (
     AskEvaluation,
-    AskSnapshot,
-    AskStatus,
     BenchmarkScores,
-    CheckpointSaved,
     EvaluationAbandoned,
     EvaluationDone,
+    RowScores,
+    RowsScored,
+)
+from protocols.messages import (
+    AskSnapshot,
+    AskStatus,
+    CheckpointSaved,
     Leave,
     MembersChanged,
     PolicyPublished,
-    RowScores,
-    RowsScored,
     TrainingFinished,
 )
 

@@ -38,7 +38,7 @@ from areal.storage.run_folder import (
     origins_of,
 )
 from areal.storage.spool import Spool, SpoolDamage
-from protocols.messages import DiscardSession
+from protocols.session_messages import DiscardSession
 
 STEPS, EVERY, B = 20, 2, 2
 

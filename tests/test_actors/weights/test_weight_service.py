@@ -17,8 +17,9 @@ from areal.storage import disk
 from areal.weights import chunks as weight_files
 from areal.weights.chunks import HeldVersion, Manifest, TornWeights
 from protocols.bus_errors import RefusedError, StreamBrokenError
-from protocols.messages import FetchWeights, Member, Policy, WeightChunk
+from protocols.messages import Member, Policy
 from protocols.transport import Bus
+from protocols.weight_messages import FetchWeights, WeightChunk
 
 PATIENCE = 60
 CHUNKS, CHUNK_BYTES = 9, 1 << 12
