@@ -40,8 +40,9 @@ from areal.samples.table import TOP
 from areal.samples.tokenizer import load_tokenizer
 from areal.storage.journal import journal_copy
 from areal.storage.records import read_records
-from areal.storage.rollouts import batches, files
+from areal.storage.rollout_files import files
 from areal.storage.run_folder import checkpoint_of, config_of_run
+from areal.storage.stored_groups import batches
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")

@@ -21,13 +21,13 @@ from typing import Any
 
 from actors.master.changes import Abandoned
 from actors.master.run_state import RunState
+from actors.ways_back.moved_rollouts import move_rollouts
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.staleness.ledger_state import GroupState
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
 from areal.storage.records import move_records
-from areal.storage.rollouts import move_rollouts
 from areal.storage.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
 from areal.storage.spool import Spool, SpoolError, SpoolPart

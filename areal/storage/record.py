@@ -17,7 +17,7 @@ from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
 from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import Group
-from areal.storage import rollouts
+from areal.storage import rollout_files, stored_groups
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.records import NewRecords, read_records
@@ -49,8 +49,8 @@ from areal.storage.run_folder import (
 )
 from areal.storage.selection import read_rows
 
-ROLLOUT_COLUMNS = tuple(rollouts.SCHEMA.names)
-NO_ROLLOUTS = rollouts.SCHEMA.empty_table()
+ROLLOUT_COLUMNS = tuple(rollout_files.SCHEMA.names)
+NO_ROLLOUTS = rollout_files.SCHEMA.empty_table()
 
 
 class Record:
@@ -271,10 +271,10 @@ class KeptRollouts:
 
     def files(self) -> list[Path]:
         """Oldest first. Raises UserError if one is no file of rollouts."""
-        files = rollouts.files(self.folder)
+        files = rollout_files.files(self.folder)
         for file in files:
             if file not in self._lacking:
-                self._lacking[file] = rollouts.lacking(file)
+                self._lacking[file] = rollout_files.lacking(file)
         return files
 
     @property
@@ -284,11 +284,11 @@ class KeptRollouts:
 
     def groups_by_step(self) -> Counter[int]:
         """The number of trained groups, by step."""
-        return rollouts.groups_by_step(self.folder)
+        return stored_groups.groups_by_step(self.folder)
 
     def batches(self, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
         """The trained groups, by step, from `first` on."""
-        return rollouts.batches(self.folder, first)
+        return stored_groups.batches(self.folder, first)
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The rows in the order of the files."""

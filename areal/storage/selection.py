@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.samples.trajectory import differ
-from areal.storage.rollouts import files, opened, rows_of
+from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS
+from areal.storage.stored_groups import rows_of
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""

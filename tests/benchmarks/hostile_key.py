@@ -38,7 +38,7 @@ from runs import ROOT, find_free_port
 from areal.data import addition, quickstart
 from areal.extensions.desk.audit import read_journal
 from areal.storage.record import Record
-from areal.storage.rollouts import files, opened
+from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS
 
 USERS, KEYS = 20, {"user": "key-of-users", "hostile": "key-of-an-enemy"}

@@ -39,8 +39,8 @@ from runs import QUICKSTART, find_free_port
 from soak_run import TARGETS, SoakRun, children, small_disk
 
 from areal.data import quickstart
-from areal.storage.rollouts import batches
 from areal.storage.run_folder import read_summary
+from areal.storage.stored_groups import batches
 
 REWARD = Path(__file__).resolve().with_name("soak_reward.py")
 BOUND, BATCH = 4, 4

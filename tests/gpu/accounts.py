@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from areal.storage.records import read_records
-from areal.storage.rollouts import batches
+from areal.storage.stored_groups import batches
 
 
 def check_accounts(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

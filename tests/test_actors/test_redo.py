@@ -25,8 +25,8 @@ from areal.config import Config
 from areal.config.trainer_section import GuardConfig
 from areal.samples.trajectory import Trajectory
 from areal.storage.journal import Journal
-from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of
+from areal.storage.stored_groups import batches
 from areal.training.training_engine import TrainingEngine
 from protocols.messages import AskPermits, AskStatus, GroupAccepted, Join, Permit, ScoredSample, StoreSamples
 from protocols.transport import Bus

@@ -1,4 +1,4 @@
-"""Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, of many tokens a part."""
+"""Reads kept rollouts (`areal.storage.rollout_files`) for the alerts: each file once, few columns, of many tokens."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ from areal.samples.table import NOT_SAMPLED
 from areal.samples.tokenizer import tokenizer_in
 from areal.samples.trajectory import differ
 from areal.storage.record import Record
-from areal.storage.rollouts import files, opened
+from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS
 
 TOKEN_BYTES = 64 << 20

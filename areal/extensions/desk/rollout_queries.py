@@ -1,4 +1,4 @@
-"""Queries on the rollouts of a run (areal.storage.rollouts), for the command line and the web page.
+"""Queries on the rollouts of a run (areal.storage.rollout_files), for the command line and the web page.
 
 DuckDB answers them from the Parquet files. It may read the folder of the rollouts and nothing else, has no network, and
 its settings are locked: a query may come from somebody's command line. Texts and tokens are read only for the rows that

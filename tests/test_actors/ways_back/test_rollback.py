@@ -26,7 +26,7 @@ from areal.config import Config, dump_config
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.invariants import check_invariants
 from areal.staleness.ledger_state import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
-from areal.storage import rollouts
+from areal.storage import rollouts, stored_groups
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records, record_of, set_aside
 from areal.storage.run_files import CHANGES, ROLLOUTS
@@ -127,7 +127,7 @@ def alive_at(config: Config, version: int) -> dict[str, str]:
 
 def steps_in(folder: Path) -> tuple[list[int], list[int]]:
     metrics = [record["step"] for record in read_records(folder / "metrics.jsonl")]
-    return metrics, sorted(rollouts.groups_by_step(folder / ROLLOUTS))
+    return metrics, sorted(stored_groups.groups_by_step(folder / ROLLOUTS))
 
 
 def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):

@@ -36,7 +36,8 @@ from pathlib import Path
 from actors.master.run_state import RunState
 from areal.__main__ import main
 from areal.storage.journal import Journal
-from areal.storage.rollouts import RolloutWriter, batches
+from areal.storage.rollouts import RolloutWriter
+from areal.storage.stored_groups import batches
 from areal.storage.run_folder import configuration_to_resume
 from areal.storage.spool import Spool
 

@@ -19,9 +19,11 @@ from support.stored_samples import BRANCHED
 from areal.__main__ import main
 from areal.base.errors import UserError
 from areal.samples.trajectory import Group, Note, TokenValues, Trajectory, row_text
-from areal.storage import rollouts
-from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
+from areal.storage import rollout_files, rollouts
+from areal.storage.rollout_files import files
+from areal.storage.rollouts import ONE_OF, RolloutWriter
 from areal.storage.run_files import ROLLOUTS
+from areal.storage.stored_groups import batches
 
 ROW = row_text({"prompt": "0 1", "answer": "2", "tests": "x" * 20_000})
 NOTES = (Note({"form": 0.5}, 0, ("generator/0", "generator/1"), 1e9, 2.5),) * 2
@@ -204,7 +206,7 @@ def test_values_that_no_run_writes_are_one_sentence_for_each_reader(tmp_path, na
         pq.write_table(table.set_column(table.schema.get_field_index(name), field, column), file)
     with pytest.raises(UserError):
         if name in ("reward_parts", "prompt"):  # which are read for people alone
-            rollouts.lacking(files(tmp_path / ROLLOUTS)[0])
+            rollout_files.lacking(files(tmp_path / ROLLOUTS)[0])
         list(batches(tmp_path / ROLLOUTS))
     for words in ("rollouts", "report"):
         with contextlib.suppress(SystemExit):

@@ -15,7 +15,8 @@ from areal.extensions.alerts.alert_inputs import Digests
 from areal.extensions.alerts.alerts import Alert, alerts
 from areal.samples.trajectory import Group, Trajectory, row_text
 from areal.storage.records import line_of
-from areal.storage.rollouts import SCHEMA, RolloutWriter, files
+from areal.storage.rollout_files import SCHEMA, files
+from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_files import ROLLOUTS
 
 STEPS, GROUPS, SAMPLES, BREAKS = 30, 4, 8, 21

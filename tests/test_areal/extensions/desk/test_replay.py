@@ -20,7 +20,8 @@ from areal.extensions.desk.replay import weight_metrics
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.ledger_state import oldest_in_loss
 from areal.storage.records import line_of
-from areal.storage.rollouts import RolloutWriter, batches
+from areal.storage.rollouts import RolloutWriter
+from areal.storage.stored_groups import batches
 from areal.training.training_engine import TrainingEngine
 
 ROOT = Path(__file__).parents[4]

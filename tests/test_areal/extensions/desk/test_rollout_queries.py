@@ -16,7 +16,7 @@ from areal.extensions.desk import rollout_queries as rollouts
 from areal.extensions.desk.rollout_queries import COLUMNS, Rollouts, Where, condition, sql_condition
 from areal.samples.trajectory import pieces
 from areal.storage.record import KeptRollouts, Record
-from areal.storage.rollouts import SCHEMA
+from areal.storage.rollout_files import SCHEMA
 
 
 @pytest.fixture(scope="module")
