@@ -40,7 +40,7 @@ from areal.base.errors import UserError, explain
 from areal.base.processes import stop_signals
 from areal.base.secrets import without_secrets
 from areal.config import Config
-from areal.data.sources import PromptSource
+from areal.data.prompt_sources import PromptSource
 from areal.devices import CORES, settle
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import LedgerError

@@ -16,7 +16,7 @@ from actors.master.progress import Progress
 from actors.master.run_state import RunState
 from actors.runtime.actor import Ending, Notifier, parked
 from areal.config import Config
-from areal.data.sources import PromptSource
+from areal.data.prompt_sources import PromptSource
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import GroupState

@@ -37,8 +37,8 @@ from actors.master.changes import (
 from areal.base.fields import with_defaults
 from areal.config import Config
 from areal.data.history import History
+from areal.data.prompt_sources import PromptSource
 from areal.data.samplers import open_sampler, safe_choice
-from areal.data.sources import PromptSource
 from areal.staleness.invariants import check_invariants
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import (

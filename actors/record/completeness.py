@@ -6,7 +6,7 @@ from actors.master.run_state import RunState
 from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.data.sources import PromptSource
+from areal.data.prompt_sources import PromptSource
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_files import METRICS
 from areal.storage.run_folder import compare_record, keep_changes, lost_metrics

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class Prompts(Protocol):
-    """The interface of the source of rows (areal.data.sources.PromptSource)."""
+    """The interface of the source of rows (areal.data.prompt_sources.PromptSource)."""
 
     def row(self, index: int) -> Row: ...
     def heldout(self, i: int) -> Row: ...

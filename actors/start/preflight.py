@@ -22,9 +22,10 @@ from areal.config.named_objectives import OBJECTIVES
 from areal.config.roles import ROLES
 from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
 from areal.data.addition import ALPHABET
+from areal.data.prompt_sources import PromptSource
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
-from areal.data.sources import PromptSource, open_source
+from areal.data.sources import open_source
 from areal.devices import VISIBLE, host_memory, listed_devices, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,

@@ -13,8 +13,9 @@ from typing import Any
 
 from areal.base.errors import UserError
 from areal.config import Config
+from areal.data.prompt_sources import PromptSource
 from areal.data.rows import Row, prompt_text
-from areal.data.sources import PromptSource, open_benchmark
+from areal.data.sources import open_benchmark
 from areal.rewards.first_call import check_own_rewards
 from areal.rewards.functions import hook
 from areal.samples.pictures import find

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Ending
     from actors.runtime.membership import Membership
     from actors.runtime.supervisor import Supervisor
-    from areal.data.sources import PromptSource
+    from areal.data.prompt_sources import PromptSource
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
     from protocols.messages import Message

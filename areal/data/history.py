@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from areal.base.fields import with_defaults
 
 if TYPE_CHECKING:
-    from areal.data.sources import PromptSource
+    from areal.data.prompt_sources import PromptSource
 
 # The weight of a new group in the share of groups with signal of a source.
 SIGNAL_WEIGHT = 0.02

@@ -18,7 +18,7 @@ from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.data_section import DataConfig
 from areal.data.history import History
-from areal.data.sources import PromptSource
+from areal.data.prompt_sources import PromptSource
 
 Choose = Callable[[History, int], int]
 

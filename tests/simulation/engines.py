@@ -22,8 +22,8 @@ import numpy as np
 
 from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
+from areal.data.prompt_sources import PromptSource
 from areal.data.rows import Row
-from areal.data.sources import PromptSource
 from areal.generation.generation_engine import EngineError, EngineStats, LoadTimes
 from areal.generation.offered_weights import WeightLoadError
 from areal.rewards.result import Result

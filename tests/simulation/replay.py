@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from actors.master.run_state import RunState
-from areal.data.sources import PromptSource
+from areal.data.prompt_sources import PromptSource
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import Groups, LedgerState, Lines, PromptQueue, Steps
 from areal.staleness.run_ahead import RunAhead

@@ -23,8 +23,8 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from areal.base.errors import UserError
 from areal.config import Config
+from areal.data.row_reading import with_system
 from areal.data.rows import prompt_or_none
-from areal.data.sources import with_system
 from areal.extensions.desk.model_folder import write_model
 from areal.models import label_of
 from areal.samples.tokenizer import load_tokenizer

@@ -15,7 +15,8 @@ from typing import Any
 
 from areal.base.errors import UserError, explain
 from areal.config.data_section import SourceConfig
-from areal.data.sources import Table, table
+from areal.data.prompt_sources import Table
+from areal.data.sources import table
 from areal.extensions.sandboxes.sandbox_tasks import TaskFolder
 
 # The last folder that a Dockerfile works in, and the image of one that does nothing else.
