@@ -36,7 +36,7 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from areal.base.network_interfaces import own_address
-from areal.weights.lora import stored_tensors
+from areal.weights.folders import stored_tensors
 from areal.weights.packs import PACKED_BYTES, packs
 
 # Timeout of one broadcast, and of joining a group. A peer that dies is noticed at once.

@@ -157,6 +157,7 @@ def check_extensions(config: Config) -> None:
         ("prometheus", "serve"): config.observe.prometheus_port and "observe.prometheus_port",
         ("trackers", "process"): config.observe.trackers and "observe.trackers",
         ("parallel", "sequences"): trainer.sequence_parallel > 1 and "trainer.sequence_parallel",
+        ("lora", "add"): trainer.lora and "trainer.lora",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",
         **{("role", role.name): role.processes(config) and f"the role {role.name}" for role in ROLES.values()},

@@ -44,7 +44,7 @@ from areal.base import extensions
 from areal.base.errors import UserError
 from areal.devices import ENGINE_CORES, settle
 from areal.samples.table import NO_WORD
-from areal.weights.lora import stored_tensors
+from areal.weights.folders import stored_tensors
 
 NOTHING = np.zeros(0, np.float32)
 GATHER_SECONDS = 0.02

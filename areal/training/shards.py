@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.base import extensions
 from areal.storage.records import line_of
 from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import RankMessages
@@ -25,10 +27,11 @@ from areal.training.checkpoint import Share
 from areal.training.division import Division
 from areal.weights.chunks import FileSums, Manifest
 from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_weights
-from areal.weights.lora import FOLDER as ADAPTER
-from areal.weights.lora import merged_tensors, write_adapter
 from areal.weights.model_files import write_index
 from areal.weights.wrappers import beside_text
+
+ADAPTER = "adapter"
+"""The adapter's folder in a checkpoint. Beside the merged weights, transformers would add the adapter again."""
 
 
 def ranks_of_this_host() -> int:
@@ -145,7 +148,7 @@ class Published:
 
     def prepare(self, folder: Path) -> None:
         if self.copied.adapters:
-            write_adapter(self.copied.module, self.copied.tensors, folder)
+            _of_adapters("write")(self.copied.module, self.copied.tensors, folder)
 
     def write(self, folder: Path) -> str | None:
         """Returns the file with its checksums: each rank computes those of what it writes."""
@@ -181,7 +184,7 @@ class ModelFolder:
         copy_model_files(self.source, folder, dtype=self.dtype)
         if self.copied.adapters:
             (folder / ADAPTER).mkdir()
-            write_adapter(self.copied.module, self.copied.tensors, folder / ADAPTER)
+            _of_adapters("write")(self.copied.module, self.copied.tensors, folder / ADAPTER)
         if self.share:
             (folder / STATE).mkdir()
             (folder / STATE_FILE).write_text(line_of(self.share.facts))
@@ -195,8 +198,12 @@ class ModelFolder:
         shard = dist.get_rank(), self.copied.writers
         if not self.copied.adapters:
             return {**self.copied.stored(), **dict(beside_text(self.source, *shard))}
-        return dict(merged_tensors(self.source, folder / ADAPTER, *shard, dtype=getattr(torch, self.dtype)))
+        return dict(_of_adapters("merge")(self.source, folder / ADAPTER, *shard, dtype=getattr(torch, self.dtype)))
 
     def finish(self, folder: Path, entries: list[str]) -> None:
         if self.copied.writers > 1:
             write_index(folder)
+
+
+def _of_adapters(name: str) -> Any:
+    return extensions.need("lora", name, "trainer.lora").load()

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.base import extensions
 from areal.base.errors import explain
 from areal.base.network_interfaces import choose_interface
 from areal.base.processes import importing
@@ -57,7 +58,6 @@ from areal.training.passes import Passes
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
 from areal.weights.chunks import Manifest
-from areal.weights.lora import add_adapters
 
 log = structlog.get_logger()
 
@@ -203,6 +203,7 @@ class TrainingEngine:
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:
+            add_adapters = extensions.need("lora", "add", "trainer.lora").load()
             self._module = add_adapters(self._module, config.lora, self.source)
             head.refuse_adapters()
         self._division.begin(self._module)

@@ -1,4 +1,4 @@
-"""Writes folders of weights that are either complete or absent.
+"""Writes folders of weights that are either complete or absent, and reads the tensors of one.
 
 A reader never sees an incomplete folder: it is written under a hidden name, synced, and renamed to its final name.
 """
@@ -9,12 +9,15 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
 
 from areal.weights.chunks import FileSums
-from areal.weights.model_files import ADAPTER_CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
+from areal.weights.model_files import ADAPTER_CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE, model_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,3 +142,19 @@ def copy_model_files(source: Path, folder: Path, *, dtype: str) -> None:
     config.pop("torch_dtype", None)  # the older spelling of the same key
     config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> "Iterator[tuple[str, Tensor]]":
+    """The tensors of a model folder by name, as `model_files` lists them: all, or if `shards` is given, part number
+    `shard` of that many parts of about the same size.
+
+    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError, UserError.
+    """
+    model = model_files(folder)
+    if not model.tensors:
+        raise FileNotFoundError(f"{folder} holds no model")
+    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in model.files}
+    sizes = [prod(tensor.shape) for tensor in model.tensors]
+    parts = [offset * shards // sum(sizes) for offset in accumulate(sizes, initial=0)]
+    chosen = [tensor for tensor, part in zip(model.tensors, parts, strict=False) if part == shard]
+    return ((tensor.name, opened[tensor.file].get_tensor(tensor.name)) for tensor in chosen)

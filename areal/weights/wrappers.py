@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from areal.base.errors import UserError, explain
 from areal.base.text import without_code
 from areal.models import TEXT_TYPES, is_wrapper, ties_head
-from areal.weights.folders import saved_buffers
+from areal.weights.folders import saved_buffers, stored_tensors
 from areal.weights.model_files import Shapes, model_files, only_model
 
 if TYPE_CHECKING:
@@ -92,8 +92,6 @@ def check_names(folder: Path) -> None:
 def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, Tensor]]":
     """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
     it; none if it is no wrapper."""
-    from areal.weights.lora import stored_tensors  # imports torch
-
     if not is_wrapper(folder):
         return iter(())
     body, head = _prefixes(folder)

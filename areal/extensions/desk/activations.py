@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from areal.config.trainer_section import TrainerConfig
+from areal.extensions.lora.lora import add_adapters
 from areal.training.attention import attention_kwargs, choose_attention
 from areal.training.flops import experts_of
 from areal.training.packed import empty_row
-from areal.weights.lora import add_adapters
 
 TOKENS = 1021
 """A prime number, so that only gradients of parameters have the shapes of parameters."""

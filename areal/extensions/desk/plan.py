@@ -16,11 +16,11 @@ from areal.base.text import without_code
 from areal.config import Config, load_config
 from areal.extensions.desk.activations import measure_activations
 from areal.extensions.desk.split import BYTES, GIB, ModelSizes, Plan, Planner, Workload
+from areal.extensions.lora.lora import add_adapters
 from areal.models import check_trainable, find_model
 from areal.storage.record import Record, number_or_nan
 from areal.training.flops import experts_of
 from areal.training.optimizer import bucket_elements
-from areal.weights.lora import add_adapters
 from areal.weights.wrappers import text_config
 
 SUMS = ("step_seconds", "train_seconds", "tokens_generated", "tokens_trained", "completion_tokens_mean")

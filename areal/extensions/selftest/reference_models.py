@@ -87,7 +87,7 @@ def model_of(base: Path, published: Path, folder: Path) -> Path:
     """Make `folder` a model folder with the published weights."""
     copy_model_files(base, folder, dtype="float32")
     if (published / ADAPTER_FILE).is_file():
-        from areal.weights.lora import merged_tensors
+        from areal.extensions.lora.lora import merged_tensors
 
         write_weights(dict(merged_tensors(base, published)), folder)
     else:

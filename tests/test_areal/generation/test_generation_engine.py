@@ -43,6 +43,7 @@ from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.config.trainer_section import LoraConfig
 from areal.cpu.vllm_on_cpu import BLOCK_SIZE
 from areal.devices import SHARES
+from areal.extensions.lora.lora import add_adapters, write_adapter
 from areal.extensions.selftest.transfer_checks import Receiving, Sending
 from areal.generation import engine_start, generation_engine
 from areal.generation.engine_start import EngineUse, stop_tokens
@@ -51,7 +52,6 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import TokenScores
-from areal.weights.lora import add_adapters, write_adapter
 from areal.weights.wrappers import arguments_for_text, published_shapes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.config.trainer_section import LoraConfig
+from areal.extensions.lora.lora import add_adapters
 from areal.samples.table import NOT_SAMPLED
 from areal.samples.trajectory import Group, Trajectory
 from areal.training.flops import Operations, experts_of, peak_tflops
 from areal.training.packed import FlatBatch, pack
-from areal.weights.lora import add_adapters
 
 LAYERS, HEADS, WIDTH = 3, 4, 16
 DENSE = {"model_type": "qwen3", "intermediate_size": 96, "tie_word_embeddings": True}

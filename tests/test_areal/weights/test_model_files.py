@@ -21,9 +21,9 @@ from support.tiny_training import (
 
 from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
+from areal.extensions.lora.lora import merged_tensors
 from areal.generation.generation_engine import GenerationEngine
 from areal.training.training_engine import TrainingEngine
-from areal.weights.lora import merged_tensors
 from areal.weights.model_files import model_files, only_model
 
 BATCH = make_batch()

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from areal.base.errors import UserError
 from areal.config.trainer_section import LoraConfig
+from areal.extensions.lora.lora import add_adapters, write_adapter
 from areal.training.training_engine import TrainingEngine
 from areal.weights.folders import write_weights
-from areal.weights.lora import add_adapters, write_adapter
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 LORA = {"rank": 4, "alpha": 8}

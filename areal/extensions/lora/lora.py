@@ -7,23 +7,16 @@ Trainers write adapters, and generators apply them. Programs that load checkpoin
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.base.errors import UserError, explain
 from areal.config.trainer_section import LoraConfig
-from areal.weights.folders import write_tensors
+from areal.weights.folders import stored_tensors, write_tensors
 from areal.weights.model_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, model_files
-
-FOLDER = "adapter"
-"""The adapter's folder in a checkpoint. Beside the merged weights, transformers would add the adapter again."""
 
 _ROOT = "base_model.model."  # prefix of all tensor names in peft
 _NAME = ".default"  # name of the only adapter: part of its parameters' names, but not of the names in files
@@ -86,19 +79,3 @@ def merged_tensors(
         return (tensor.float() + scale * (B @ A)).to(torch.promote_types(tensor.dtype, dtype))
 
     return ((name, merged(name, tensor)) for name, tensor in stored_tensors(base, shard, shards))
-
-
-def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder by name, as `model_files` lists them: all, or if `shards` is given, part number
-    `shard` of that many parts of about the same size.
-
-    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError, UserError.
-    """
-    model = model_files(folder)
-    if not model.tensors:
-        raise FileNotFoundError(f"{folder} holds no model")
-    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in model.files}
-    sizes = [prod(tensor.shape) for tensor in model.tensors]
-    parts = [offset * shards // sum(sizes) for offset in accumulate(sizes, initial=0)]
-    chosen = [tensor for tensor, part in zip(model.tensors, parts, strict=False) if part == shard]
-    return ((tensor.name, opened[tensor.file].get_tensor(tensor.name)) for tensor in chosen)
