@@ -1,4 +1,4 @@
-"""Simulates a cluster: throughput, staleness and load of the paper's runs, on modelled engines (docs/scaling.md).
+"""Simulates a cluster: throughput, staleness and load of the paper's runs, on modelled engines (docs/generation.md).
 
 .venv/bin/python tests/scaling.py --devices 8,32,128,512     # one simulated run for each number
 """

@@ -27,7 +27,7 @@ class LoraConfig(Section):
 
 
 class CriticConfig(Section):
-    """A critic: a value head on the policy's body, with generalised advantages by token (areal docs objectives).
+    """A critic: a value head on the policy's body, with generalised advantages by token (areal docs critic).
 
     There is a critic only if a key of this section is given."""
 
@@ -118,7 +118,7 @@ class TrainerConfig(Section):
     vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
     vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = "own"
-    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs objectives)"""
+    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs training)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
     advantage: str = "normalised"

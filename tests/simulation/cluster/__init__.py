@@ -4,7 +4,7 @@
 
 The master, rollout managers, generators, rewards and trainer are the real ones, and so is every message between them.
 The time of each operation of an engine is computed from the parameters in `Hardware` and `Llm`, each with its source.
-docs/scaling.md has the formulas in words, and the results.
+docs/generation.md has the results.
 
     setups -> costs, lengths -> engines -> cluster -> report
 """

@@ -27,7 +27,7 @@ class Hardware:
     """Share of the memory bandwidth that decoding kernels reach. STREAM-like tests reach 0.87 on an H100."""
     decode_overhead: float = 8e-3
     """Seconds of a decoding step besides reading memory (scheduling, sampling, launches). Fitted to the paper's 1.5B
-    run at eta 0 (see docs/scaling.md)."""
+    run at eta 0 (see docs/generation.md)."""
     allreduce: float = 15e-6
     """Seconds of one all-reduce of a decoding step between the devices of an engine. There are two per layer."""
     prefill_utilisation: float = 0.5
@@ -58,7 +58,7 @@ class Llm:
     kv_heads: int
     head_size: int
     training_utilisation: float
-    """MFU of training, fitted to the paper (docs/scaling.md): 1.5B: 371.7 k tokens/s on 128 devices; 7B: 250 steps in
+    """MFU of training, fitted to the paper (docs/generation.md): 1.5B: 371.7 k tokens/s on 128 devices; 7B: 250 steps in
     25.4 h on 192."""
     devices_an_engine: int
     """Tensor-parallel size of generation, our own choice."""
