@@ -77,7 +77,7 @@ def _load_class(name: str) -> Any:
     make = extensions.find("environment", name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(getattr(make, "func", make), method, None)):
-            raise UserError(f"The environment {name!r} has no async {method}: areal docs environments has what it needs.")
+            raise UserError(f"The environment {name!r} has no async {method} (areal docs environments).")
     return make
 
 

@@ -58,8 +58,8 @@ class Llm:
     kv_heads: int
     head_size: int
     training_utilisation: float
-    """MFU of training, fitted to the paper (docs/generation.md): 1.5B: 371.7 k tokens/s on 128 devices; 7B: 250 steps in
-    25.4 h on 192."""
+    """MFU of training, fitted to the paper (docs/generation.md): 1.5B: 371.7 k tokens/s on 128 devices; 7B: 250 steps
+    in 25.4 h on 192."""
     devices_an_engine: int
     """Tensor-parallel size of generation, our own choice."""
 
