@@ -29,6 +29,7 @@ from actors.sampling.flows import Choose
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Prompts, RowActor, Sampling
 from actors.sampling.sessions import SampleSession
+from areal.base.errors import explain
 from areal.config import Config
 from areal.config.data_section import BenchmarkConfig
 from areal.config.engine_sections import SamplingConfig
@@ -59,8 +60,10 @@ FURTHER_ROWS, SHOWN_CHARACTERS = 10, 20_000
 # Interval at which the master is told which rows are done.
 REPORT_SECONDS = 1.0
 # The evaluation of the first or the last version is given up after this many attempts in a row that failed, and before
-# which no more rows were done.
-ATTEMPTS = 3
+# which no more rows were done. The pause before the second attempt, which doubles before each further attempt.
+ATTEMPTS, PAUSE_SECONDS = 3, 2.0
+# Time for the news that the generator holds the version: an event may be lost, and heartbeats find that out.
+NEWS_SECONDS = 10.0
 
 log = structlog.get_logger()
 
@@ -85,10 +88,8 @@ class HeldSample(SampleSession):
         self._holder = holder
 
     async def place(self, choose: Choose) -> Member:
-        now = self._directory.members.get(self._holder.identity)
-        if now is None or now.state != "healthy" or now.held != self._holder.held:
-            gone = f"{self._holder.identity} has left, is unhealthy, or no longer holds version {self.min_version}"
-            raise NotExact(gone)
+        if (now := _holding(self._directory, self._holder)) is None:
+            raise NotExact(_gone(self._holder))
         return now
 
 
@@ -205,6 +206,17 @@ def _scores_of(by_row: list[list[float]], tokens: int, settings: EvaluatorConfig
     }
 
 
+def _holding(directory: Directory, holder: Member) -> Member | None:
+    """The holder as the directory has it; None if it does not hold its version there, or is not healthy."""
+    now = directory.members.get(holder.identity)
+    return now if now is not None and now.state == "healthy" and now.held == holder.held else None
+
+
+def _gone(holder: Member) -> str:
+    assert holder.held is not None  # or it would hold nothing
+    return f"{holder.identity} has left, is unhealthy, or no longer holds version {holder.held.version}"
+
+
 def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
     return ", ".join(f"{name} {benchmark.progress}" for name, benchmark in benchmarks.items())
 
@@ -260,6 +272,7 @@ class Evaluator(RowActor):
                 log.warning("the evaluation failed", version=due.version, attempt=failed[progress], why=str(error))
                 # A version in between is not tried again: the next version that is due follows soon.
                 if due.version in (0, self.config.steps) and failed[progress] < ATTEMPTS:
+                    await asyncio.sleep(PAUSE_SECONDS * 2 ** (failed[progress] - 1))
                     continue
                 await self.member.ask_master(EvaluationAbandoned(version=due.version, reason=text_of(error)), Done)
             else:
@@ -275,7 +288,11 @@ class Evaluator(RowActor):
 
     async def _evaluate(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result of an evaluation. It ends at `evaluator.timeout_seconds`. Raises EvaluationFailed, NotExact."""
-        if evaluation.holder is None:
+        if holder := evaluation.holder:
+            with explain(TimeoutError, _gone(holder), NotExact):
+                async with asyncio.timeout(NEWS_SECONDS):
+                    await self.directory.until(lambda: _holding(self.directory, holder))
+        else:
             needed = [role for role in ("generator", "reward") if ROLES[role].processes(self.config)]
             await self.directory.until(lambda: all(map(self.directory.with_role, needed)))
         loop = asyncio.get_running_loop()

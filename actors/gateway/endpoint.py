@@ -117,7 +117,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         return app
 
     def _enter(self, request: web.Request, *rights: Right) -> tuple[KeyAccount, str | None]:
-        """The account that a request is counted in, and the session whose own key it has. Raises ApiError."""
+        """The account in which a request counts as a call, and the session whose own key it has. Raises ApiError."""
         account, own_session = self._keys.identify(key_of(request))
         account.use_calls()
         if rights:
@@ -202,9 +202,12 @@ class GatewayEndpoint(OpenAIEndpoint):
         session = f"{account.name}:{_checked(number)}"
         return web.json_response({"id": session, "api_key": self._keys.key_for(session)})
 
-    def _named(self, request: web.Request, *rights: Right) -> str:
-        """The session that the path names, if the key may do that to it. Raises ApiError."""
-        account, own_session = self._enter(request)
+    def _named(
+        self, request: web.Request, *rights: Right, use: Callable[[KeyAccount], None] = KeyAccount.use_prepaid
+    ) -> str:
+        """The session that the path names, if the key may do that to it. `use` counts the request. Raises ApiError."""
+        account, own_session = self._keys.identify(key_of(request))
+        use(account)
         owner, _, number = request.match_info["id"].rpartition(":")
         owner = owner or account.name
         session = f"{owner}:{_checked(number)}"
@@ -216,7 +219,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         return session
 
     async def _state(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._sessions.state(self._named(request, "serve", "reward", "reward_all")))
+        session = self._named(request, "serve", "reward", "reward_all", use=KeyAccount.use_calls)
+        return web.json_response(await self._sessions.state(session))
 
     async def _reward_session(self, request: web.Request) -> web.Response:
         session = self._named(request, "reward", "reward_all")

@@ -20,6 +20,9 @@ Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60
 # Sessions of a key that have a key of their own: beyond it that of the oldest is forgotten.
 SESSION_KEYS = 10_000
+# Each counted request, and each session that comes from a lost gateway, pays for so many rewards, ends and deletions:
+# what a client has begun it can end at any time. An account keeps the second number of them at most.
+PREPAID, MOST_PREPAID = 4, 100_000
 
 
 class LastMinute:
@@ -45,13 +48,14 @@ class LastMinute:
 
 class KeyAccount:
     """What a key uses. `elsewhere`: at other gateways. `open`: its sessions here that take calls, or are being opened.
-    `reserved`: the tokens that answers in progress may have. `refused`: requests, since the gateway has started."""
+    `reserved`: the tokens that answers in progress may have. `prepaid`: rewards, ends and deletions for which calls
+    have paid. `refused`: requests, since the gateway has started."""
 
     def __init__(self, name: str, settings: KeyConfig, clock: Callable[[], float]) -> None:
         self.name, self.settings = name, settings
         self.calls, self.tokens = LastMinute(clock), LastMinute(clock)
         self.open: set[str] = set()
-        self.reserved = self.refused = 0
+        self.reserved = self.prepaid = self.refused = 0
         self.elsewhere = KeyUse()
         self.answered: dict[tuple[str, str], None] = {}  # session and client's id, of calls of sessions that have ended
         self.own_keys: dict[str, str] = {}  # digests of the keys of sessions, by session, the oldest first
@@ -62,7 +66,21 @@ class KeyAccount:
             raise ApiError(f"this key may not {rights[0]}: gateway.keys.{self.name}.rights lacks it", "forbidden", 403)
 
     def use_calls(self, number: int = 1) -> None:
-        """Count a request, which is as many calls as it asks for answers. Raises ApiError."""
+        """Count a request, which is as many calls as it asks for answers, and prepays. Raises ApiError."""
+        self._count_calls(number)
+        self.prepay(number)
+
+    def prepay(self, number: int = 1) -> None:
+        self.prepaid = min(self.prepaid + PREPAID * number, MOST_PREPAID)
+
+    def use_prepaid(self) -> None:
+        """Count a reward, an end or a deletion: as a call if none is prepaid. Raises ApiError."""
+        if self.prepaid:
+            self.prepaid -= 1
+        else:
+            self._count_calls(1)
+
+    def _count_calls(self, number: int) -> None:
         used, limit = self.calls.sum + self.elsewhere.calls, self.settings.calls_per_minute
         if limit is not None and used + number > limit:
             raise self._refusal(f"this key may make {limit} calls a minute: try again later", "rate_limit_exceeded")

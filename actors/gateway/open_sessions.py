@@ -59,6 +59,7 @@ FIRST_TOKENS = 256
 REWARDED = ("ready", "batched", "trained")
 # The state of a session of which nothing is known here.
 GONE = "gone"
+NOT_STORED = "the session could not be stored, so this answer or reward does not count: ask again"
 # Answered calls of sessions of a key that have ended, which are known.
 ANSWERED = 10_000
 
@@ -119,7 +120,8 @@ class SessionLinks:
             raise
         except RefusedError as error:
             self._drop(session)
-            raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None
+            log.warning("a session cannot be stored", session=session.name, error=str(error))
+            raise ApiError(NOT_STORED, "not_stored", 507) from None
 
 
 class OpenSessions:
@@ -316,6 +318,7 @@ class OpenSessions:
         session = self._add(group.session, group)
         stored = await self._sampling.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
         self.count("adopted")
+        session.account.prepay()
         if len(stored.frame):
             try:
                 await session.restore(stored.frame.data)

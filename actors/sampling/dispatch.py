@@ -14,13 +14,15 @@ from typing import Any
 
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
-from actors.sampling.avoidance import Avoidance
+from actors.sampling.avoidance import AVOID_SECONDS, Avoidance
 from actors.sampling.flows import Flow, Job, Spawn
 from areal.generation.routing import GeneratorLoad, fullness
 from protocols.bus_errors import BusError
 from protocols.messages import LoadColumns, Member
 from protocols.transport import Bus
 
+# The pause after a job's first error. It doubles with each further error, up to AVOID_SECONDS, unless another actor is
+# there or the directory changes. Else a job would use up its attempts on a dead actor that is still in the directory.
 RETRY_SECONDS = 0.1
 
 
@@ -120,7 +122,7 @@ class Dispatch:
 
     async def run(self, job: Job) -> Any:
         """The result of a job, from one actor after another. Raises SampleFailed."""
-        member = job.begin_dispatch()
+        member, errors = job.begin_dispatch(), 0
         try:
             while True:
                 job.check()
@@ -133,7 +135,8 @@ class Dispatch:
                 except BusError as error:
                     if (result := job.settle(error)) is not None:
                         return result
-                    member = job.leave(member, await self._next(job, member, error))
+                    errors += 1
+                    member = job.leave(member, await self._next(job, member, error, errors))
         finally:
             job.end_dispatch()
 
@@ -175,13 +178,24 @@ class Dispatch:
         """Number of healthy actors of this actor's own role, at least 1."""
         return max(1, len(self._directory.with_role(self._role)))
 
-    async def _next(self, job: Job, member: Member, error: BusError) -> Member | None:
+    async def _next(self, job: Job, member: Member, error: BusError, errors: int) -> Member | None:
         """Where a job continues after `member` has broken, or has handed the job over; None: anywhere."""
         if (target := job.target) is not None:
             return target if target.identity in self._directory.members else None
         self.avoidance.failed(member, error)
-        await asyncio.sleep(RETRY_SECONDS)  # for the case that there is no other actor
+        await asyncio.sleep(RETRY_SECONDS)
+        pause = min(RETRY_SECONDS * 2 ** (errors - 1), AVOID_SECONDS) - RETRY_SECONDS
+        listed = self._directory.members.get(member.identity)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._directory.until(lambda: self._has_news(job, member, listed))
         return None
+
+    def _has_news(self, job: Job, member: Member, listed: Member | None) -> bool:
+        """Whether another actor may do the job, or the directory has changed the member since it was `listed`."""
+        others = (m for m in self._directory.with_role(job.role) if m.identity != member.identity)
+        changed = self._directory.members.get(member.identity) is not listed
+        return changed or any(job.serves in (None, *m.serves) and not self.avoids(m) for m in others)
 
     @contextlib.contextmanager
     def _asking(self, member: Member) -> Iterator[None]:

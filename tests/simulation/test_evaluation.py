@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from actors.generator import Generator
+from actors.runtime.membership import EventFeed
+from actors.sampling.jobs import Call
 from areal.data.rows import Row
 from areal.samples.trajectory import Trajectory
+from protocols.messages import MembersChanged
 from simulation.engines import HELDOUT, Mishaps, Pace
 from simulation.faults import Fault, Hang, Kill, Leave, Plan
 from simulation.model import Model, with_hangs
@@ -142,6 +145,22 @@ def test_an_evaluation_with_a_token_of_another_version_is_begun_again(monkeypatc
     world = run(model())
     assert not world.summary["not_evaluated"]
     assert rows.count(rows[0]) == 1 + 2 * SAMPLES, "the first sample did not count; then both versions"
+
+
+def test_an_evaluation_waits_for_a_lost_event_that_its_generator_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_event, lost = EventFeed._on_event, list[int]()
+
+    def lose_the_first_holder(feed: EventFeed, sequence: int, event: Any) -> None:
+        holds = isinstance(event, MembersChanged) and any(member.held for member in event.changed)
+        if feed._bus.identity.name.startswith("evaluator") and holds and not lost:
+            lost.append(sequence)
+        else:
+            on_event(feed, sequence, event)
+
+    monkeypatch.setattr(EventFeed, "_on_event", lose_the_first_holder)
+    monkeypatch.setattr(Call, "begin_dispatch", lambda call: call.sample.slot.close())  # all calls look where to go
+    world = run(model())
+    assert lost and not world.summary["not_evaluated"]
 
 
 def test_version_0_has_no_result_if_its_generator_leaves_for_good() -> None:

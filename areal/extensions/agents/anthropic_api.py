@@ -22,7 +22,15 @@ from areal.extensions.agents.openai_api import (
 
 Blocks = Annotated[list[Json], Field(fail_fast=True)]
 
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    507: "api_error",
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Claude Code begins its system prompt with a block that has a hash of the call. The system prompt would never be that
 # of the call before. vLLM leaves it out too.

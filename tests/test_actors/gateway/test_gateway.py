@@ -21,6 +21,7 @@ from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.keys import LastMinute
+from actors.gateway.open_sessions import NOT_STORED
 from actors.gateway.session_requests import SessionRequests
 from actors.gateway.user_sessions import UserReward
 from actors.master.accounts import KeyRecords
@@ -638,6 +639,7 @@ async def test_quotas_of_a_key(city):
         answers = [await user.say("hi", session=name) for name in "abcd"]
         assert [answer[0] for answer in answers] == [200, 200, 429, 429]
         assert [answer[1]["error"]["code"] for answer in answers[2:]] == ["too_many_sessions", "rate_limit_exceeded"]
+        assert (await user.ask("messages", {"max_tokens": 9, "messages": []}))[1]["error"]["type"] == "rate_limit_error"
 
 
 def keyed(**quotas) -> City:
@@ -677,13 +679,31 @@ async def test_a_long_prompt_is_encoded_beside_the_event_loop(monkeypatch):
         ("POST", "sessions", {}),
         ("GET", "sessions/unknown", None),
         ("GET", "models", None),
-        ("DELETE", "sessions/unknown", None),
     ],
 )
 async def test_every_request_is_a_call_of_its_key(method, path, body):
     async with keyed(calls_per_minute=2).gateway() as user:
         statuses = [(await user.ask(path, body, method=method))[0] for _ in range(4)]
     assert statuses == [200, 200, 429, 429]
+
+
+async def test_a_key_without_calls_left_can_still_reward_and_delete_its_sessions_here_and_at_the_next_gateway():
+    city = keyed(calls_per_minute=2, rights=["serve", "reward"])
+    async with city.gateway(0) as user:
+        for name in "ab":
+            await user.say("hi", session=name)
+        assert (await user.say("hi", session="c"))[0] == (await user.ask("sessions/a", method="GET"))[0] == 429
+        assert (await user.reward(1.0, session="a", key=USER, id="x"))[1]["changed"]
+        await user.gateway.share_accounts()
+    async with city.gateway(1) as user:
+        await user.gateway.share_accounts()
+        await user.gateway.sessions.renew()
+        while not user.gateway.sessions._sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+        assert (await user.say("hi", session="b"))[0] == 429
+        assert (await user.ask("sessions/b", method="DELETE"))[1]["deleted"] == 1
+        statuses = [(await user.ask("sessions/b", method="DELETE"))[0] for _ in range(5)]
+        assert statuses == [200] * 3 + [429] * 2, "they are as many as calls and sessions have paid for"
 
 
 async def test_as_many_answers_are_as_many_calls():
@@ -939,12 +959,12 @@ async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_ans
     city.says = ["hello"]
 
     async def refuse(message, answer):
-        raise RefusedError("its disk is full")
+        raise RefusedError("trainer/0#12ab: its disk is full")
 
     async with city.gateway() as user:
         user.gateway.sampling.ask_trainer = refuse
         status, body, _ = await user.say("hi")
-        assert status == 507 and "its disk is full" in body["error"]["message"]
+        assert (status, body["error"]["message"]) == (507, NOT_STORED)
 
 
 async def test_the_other_protocols_and_a_session_that_user_names(city):

@@ -45,6 +45,7 @@ from protocols.bus_errors import (
     StreamBrokenError,
 )
 from protocols.messages import Generate, Member, Policy
+from simulation.loop import FaultyLoop, WorldScheduler
 
 
 class Cluster:
@@ -556,6 +557,32 @@ async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhu
     cluster = RewardActors(addition=answers)
     assert await cluster.session(retries=2).score("done") == 1.0
     assert cluster.failures == [("reward", "reward 'addition': KeyError")]
+
+
+def test_a_completion_outlives_the_time_in_which_a_dead_reward_actor_is_still_listed():
+    scheduler = WorldScheduler()
+    loop = FaultyLoop(scheduler, "manager", 0.0, lambda: 0.01)
+    done: list[asyncio.Task] = []
+
+    async def scored_by_the_next_actor() -> float:
+        cluster = RewardActors(addition=[ConnectionLostError("refused")] * 99)
+        listed = {**cluster.directory.members}
+        first, second = listed.values()
+        cluster.directory.update({}, [second.identity])
+
+        def replace_the_dead() -> None:
+            cluster.answers["addition"] = [Result(1.0, {})]
+            cluster.directory.update({second.identity: second}, [first.identity])
+            cluster.directory.changed.notify()
+
+        loop.call_later(25.0, replace_the_dead)
+        score = await cluster.session().score("done")
+        assert loop.time() < 25.1, "the news of its successor ends the wait"
+        return score
+
+    loop.call_soon(lambda: done.append(loop.create_task(scored_by_the_next_actor())))
+    scheduler.run(60.0)
+    assert done[0].result() == 1.0
 
 
 async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhurried):
