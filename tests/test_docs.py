@@ -7,12 +7,14 @@ import importlib
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import configuration
 import pytest
+import size
 import yaml
 from markdown_tables import cut_tables
 
@@ -161,6 +163,15 @@ def test_the_rows_of_the_page_of_your_own_data_are_enough_for_its_configuration(
     Path("rows.jsonl").write_text("\n".join(re.findall(r'^\{"prompt".*$', page, re.MULTILINE)))
     config = Config.model_validate(yaml.safe_load(examples("yaml")[0]))
     assert open_source(config.data, config.seed).row(0).answer in ("87", "9939")
+
+
+def test_the_sizes_in_the_readme_are_those_of_the_command_beside_them():
+    counts = {part: size.lines(files.values()) for part, files in size.parts(ROOT).items()}
+    spine = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["areal"]["size"]["spine"]
+    core, tools = counts.pop("core"), counts.pop("tools")
+    measured = (size.lines(ROOT / name for name in spine), core, sum(counts.values()))
+    told = [1000 * int(number) for number in re.findall(r"~(\d+)K lines", (ROOT / "README.md").read_text())]
+    assert tools and told == [pytest.approx(count, rel=0.08) for count in measured]
 
 
 def test_the_first_reward_scores_as_its_page_says():
