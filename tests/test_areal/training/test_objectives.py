@@ -191,7 +191,7 @@ def test_the_behaviour_weight_of_a_token_or_its_sequence_is_as_it_is_cut_masked_
 
 
 def test_the_region_of_kpop_bounds_a_divergence_and_not_w():
-    """docs/objectives.md gives these figures."""
+    """areal/extensions/losses/README.md gives these figures."""
     prox, behaviour = np.log(1e-3), np.log(1e-12)
     tokens = dict(zip(("logp_prox", "logp_behav"), (torch.tensor([x]) for x in (prox, behaviour)), strict=True))
     alike = Tokens(logp=torch.tensor([prox]), A=torch.ones(1), sequence=torch.zeros(1).long(), **tokens)
