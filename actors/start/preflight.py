@@ -136,7 +136,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
         packages = packages_of_vision(folder) if machine else ()
         if lacks := next((name for name in packages if importlib.util.find_spec(name) is None), None):
-            raise UserError(f"vLLM runs {config.model} only with {lacks}: install it with `make vision`.")
+            raise UserError(f"vLLM runs {config.model} only with {lacks}: `areal install-cpu --vision` installs it.")
         check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():

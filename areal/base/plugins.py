@@ -30,12 +30,7 @@ def load(path: str, what: str) -> Any:
         raise UserError(f"{what} {path!r} is not of the form package.module:object: write, say, my_module:my_function")
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise UserError(f"{what} {path!r}: there is no file {Path(module_name).absolute()}: correct the path")
-    # Importing runs the user's module, which may raise anything.
-    with explain(
-        (Exception, SystemExit),
-        f"{what} {path!r}: importing {module_name} from {os.getcwd()} or the installed packages failed with {{why}}",
-    ):
-        module = _import(module_name)
+    module = _module_of(module_name, f"{what} {path!r}")
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), 1)
         advice = f"did you mean {close[0]}?" if close else "correct the name or define it there"
@@ -70,6 +65,24 @@ def _code_in(values: Any, key: str = "") -> Iterator[str]:
                 yield from _code_in(value, key)
         case str() if key == "command" or _OBJECT.fullmatch(values):
             yield values
+
+
+def _module_of(name: str, what: str) -> ModuleType:
+    """The module of the user's. what: its name in messages. Raises UserError if it cannot be imported."""
+    # Importing runs the user's module, which may raise anything.
+    with explain(
+        (Exception, SystemExit),
+        f"{what}: importing {name} from {os.getcwd()} or the installed packages failed with {{why}}",
+    ):
+        try:
+            return _import(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or f"{name}.".startswith(f"{error.name}."):
+                raise
+            cause = error
+    raise UserError(
+        f"{what}: {name} imports {cause.name}, which {sys.executable} does not have: install the package that has it"
+    ) from cause
 
 
 def _import(name: str) -> ModuleType:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from argparse import Namespace
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
+from pathlib import Path
 
 from areal.base.errors import UserError, explain
 from areal.config.reading import CONFIGS
@@ -13,10 +15,13 @@ from areal.config.reading import CONFIGS
 UV = "uv==0.13.9"
 # PyTorch's own build for CPUs. Where pip finds none, that of PyPI is installed, which is 2.3 GB larger.
 TORCH = "torch==2.13.0+cpu"
+TORCHVISION = "torchvision==0.28.0"
+NUM2WORDS = "num2words==0.5.14"
 
 
 def commands() -> list[list[str]]:
-    """The commands, one after another. The second may fail. Raises UserError if this is no installed package."""
+    """The commands, one after another. The second may fail, where pip finds no build for CPUs. Raises UserError if this
+    is no installed package."""
     with explain(PackageNotFoundError, "This is no installed package: `make setup` installs a clone."):
         listed = requires("areal-as-actors") or []
     packages = [name.partition(";")[0].strip() for name in listed if re.search(r"extra == .cpu.", name)]
@@ -25,12 +30,43 @@ def commands() -> list[list[str]]:
     return [[*pip, UV], [*pip, "--no-deps", TORCH], [*uv, "--overrides", str(CONFIGS / "cpu.txt"), *packages]]
 
 
+def vision_commands() -> list[list[str]]:
+    """The commands for models with vision: torchvision, which vLLM needs, unless it is there, and what SmolVLM's
+    processor imports. The first may fail, where pip finds no build for CPUs."""
+    pip = [sys.executable, "-m", "pip", "install"]
+    builds = [] if import_fault("torchvision") is None else [f"{TORCHVISION}+cpu", TORCHVISION]
+    return [*([*pip, "--no-deps", build] for build in builds), [*pip, NUM2WORDS]]
+
+
 def install(options: Namespace) -> None:
     """Run the commands, or print them. Raises UserError if one fails that may not."""
-    for command in commands():
-        if options.print:
-            print(shlex.join(command))
-            continue
+    chosen = vision_commands() if options.vision else commands()
+    if options.print:
+        print(*map(shlex.join, chosen), sep="\n")
+        return
+    for command in chosen:
         code = subprocess.run(command).returncode
-        if code and TORCH not in command:
+        if code and not command[-1].endswith("+cpu"):
             raise UserError(f"This command ended with exit code {code}: {shlex.join(command)}.")
+    if options.vision:
+        declare_operators()
+
+
+def declare_operators() -> None:
+    """Let torchvision be imported. PyPI's build does not load its operators beside PyTorch's build for CPUs; no model
+    here calls them, but torchvision wants them declared. Raises UserError if it still cannot be imported."""
+    if import_fault("torchvision") is None:
+        return
+    found = find_spec("torchvision")
+    if found is not None and found.origin is not None:
+        with Path(found.origin).with_name("extension.py").open("a") as file:
+            file.write((CONFIGS / "torchvision.txt").read_text())
+    if fault := import_fault("torchvision"):
+        raise UserError(f"torchvision was installed, but Python cannot import it: {fault}.")
+
+
+def import_fault(package: str) -> str | None:
+    """The last line of what Python says if it cannot import a package, or None. In a process of its own: an import that
+    failed leaves parts behind."""
+    process = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
+    return process.stderr.strip().splitlines()[-1] if process.returncode else None
