@@ -17,6 +17,7 @@ import pytest
 import size
 import yaml
 from markdown_tables import cut_tables
+from support.prose import measure, sentences
 
 ROOT = Path(__file__).parents[1]
 OURS = ("areal", "actors", "protocols")
@@ -62,6 +63,28 @@ def test_the_page_of_an_extension_is_printed_by_the_name_of_its_folder():
 
     assert {page.parent.name for page in EXTENSIONS} <= {*all_pages()}
     assert all_pages()["alerts"].samefile(ROOT / "areal/extensions/alerts/README.md")
+
+
+MOST_WORDS, MOST_REFERENCES, MOST_HARD, MOST_BARE = 43500, 70, 11, 0.045
+"""Of README and docs/: all words; references and hard ones in 1,000 words, bare sentences (`support/prose.py`)."""
+
+
+def test_the_pages_stay_short_and_name_what_they_mean():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page not in (*EXTENSIONS, ROOT / "CONTRIBUTING.md")]
+    references, hard, bare = measure(texts)
+    assert sum(len(text.split()) for text in texts) <= MOST_WORDS, "replace, do not append"
+    assert references <= MOST_REFERENCES and hard <= MOST_HARD and bare <= MOST_BARE, (references, hard, bare)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "own_reward", "own_data"])
+def test_a_page_of_a_newcomers_path_has_at_most_600_words(name):
+    assert len((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split()) <= 600
+
+
+def test_a_reference_counts_once_and_code_and_links_do_not():
+    page = "Ask `that` again. It is one.\n\n```\nthat one\n```\n\n* A [link](what.md) to a page."
+    assert [*sentences(page)] == [["ask", "x", "again"], ["it", "is", "one"], ["a", "link", "to", "a", "page"]]
+    assert measure([page]) == pytest.approx((2000 / 11, 1000 / 11, 1 / 3))
 
 
 def test_a_table_that_a_blank_line_cuts_is_seen_and_a_fence_is_no_table():
