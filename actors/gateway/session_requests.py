@@ -39,7 +39,7 @@ class SessionRequests(HandlesRequests):
         elif request.message.opens and not resumed:
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
-            if self._run.free_sessions():
+            if self._run.admission.free_sessions():
                 served = self._run.evaluations.served
                 group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
         receipt = self._run.state.receipt(name, request.message.mark)

@@ -198,7 +198,7 @@ class Evaluations:
         every second."""
         for generator in self._members.with_role("generator", healthy=False):
             over = generator.held and not generator.serving and self.is_over(generator.held.version)
-            if over and not self._members.answers_users(generator):
+            if over and not self._members.heartbeats.answers_users(generator):
                 self._members.hold(generator, None)
         now, limit, patience = self._clock(), self._config.evaluator.timeout_seconds, self._config.master.lost_seconds
         if self._members.with_role("evaluator", healthy=False):

@@ -49,5 +49,5 @@ class Hangs:
         return list(hung.items())
 
     def _works(self) -> Iterator[tuple[str, Work]]:
-        for identity, last in self._members.last_heartbeats.items():
+        for identity, last in self._members.heartbeats.last.items():
             yield from ((identity, work) for work in last.beat.works if work.kind)

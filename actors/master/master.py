@@ -224,7 +224,7 @@ class Master(HandlesRequests):
     def _shortages(self) -> Iterator[Shortage]:
         """Who waits for a disk now."""
         yield from filter(None, (self.journal.shortage, self._run.disk_retry.shortage))
-        for last in self.members.last_heartbeats.values():
+        for last in self.members.heartbeats.last.values():
             if short := last.beat.shortage:
                 yield Shortage(**short.model_dump())
 
@@ -295,7 +295,7 @@ class Master(HandlesRequests):
                 self._run.suspended += absent
                 self.ledger.leases.renew_all(self._run.now(), self.config.master.lease_seconds)
             last = now = self._run.now()
-            for identity, silence in self.members.silent(self.config.master.lease_seconds):
+            for identity, silence in self.members.heartbeats.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
@@ -306,11 +306,15 @@ class Master(HandlesRequests):
             self._run.changed.notify()
             self._disks.look([*self._shortages()], now)
             self._memory.look()
-            if self._run.shortage or self._run.progress.longest_work() or self.members.silent(SILENT_SECONDS):
+            if (
+                self._run.shortage
+                or self._run.progress.longest_work()
+                or self.members.heartbeats.silent(SILENT_SECONDS)
+            ):
                 self._run.progress.note_progress()
             self._run.end_if(self._run.failures.verdict(self.ledger.state.counters, now))
             self.state.compact_if_due()
-            counts = self._run.counts()
+            counts = self._run.admission.counts()
             numbers = vitals.numbers()
             doing = "; ".join([str(self._run.shortage or self._run.progress.who_waits()), *self._hangs.alerts.values()])
             self.folder.record_heartbeat("master/0", "healthy", doing, counts | numbers)
@@ -367,9 +371,9 @@ class Master(HandlesRequests):
     @handles(Heartbeat)
     async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._run.member(request), request.message
-        last = self.members.last_heartbeats[member.identity]
+        last = self.members.heartbeats.last[member.identity]
         changed = self.members.update(member, beat)
-        self.members.record_heartbeat(member.identity, beat)
+        self.members.heartbeats.record(member.identity, beat)
         self._hangs.hear(member, beat)
         fresh = self._run.meter.count(beat.stats, None if last.restored else last.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
@@ -383,7 +387,9 @@ class Master(HandlesRequests):
             policy=self.state.policy,
             sequence=self._events.sequence,
             ended=self._shutdown(self._run.end.result()) if self._run.end.done() else None,
-            loads=self.members.loads_for(member.identity) if member.role in ("rollout_manager", "gateway") else None,
+            loads=self.members.heartbeats.loads_for(member.identity)
+            if member.role in ("rollout_manager", "gateway")
+            else None,
         )
 
     @handles(Leave)
@@ -404,15 +410,15 @@ class Master(HandlesRequests):
         """Nobody has a connection to some members that would be lost with them, such as a rollout manager."""
         while True:
             await asyncio.sleep(SILENT_SECONDS)
-            silent = self.members.silent(2 * SILENT_SECONDS)
+            silent = self.members.heartbeats.silent(2 * SILENT_SECONDS)
             await asyncio.gather(*(self._remove_if_dead(identity, 0.0) for identity, _ in silent))
 
     async def _remove_if_dead(self, identity: str, seconds: float) -> None:
         """Remove a member if nobody listens at its address, and it is not heard for so long either."""
-        member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
+        member, last = self.state.members.get(identity), self.members.heartbeats.last.get(identity)
         if member and await self.bus.network.refuses(member.address):
             await asyncio.sleep(seconds)
-            if self.members.last_heartbeats.get(identity) is last:
+            if self.members.heartbeats.last.get(identity) is last:
                 self._remove(identity, f"nobody listens at {member.address}")
 
     @handles(AskSnapshot)
@@ -450,7 +456,7 @@ class Master(HandlesRequests):
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 "rewards": self.config.reward.functions | self.state.rewards_of(self.ledger.state.prompts.next_prompt),
-                **self._run.counts(),
+                **self._run.admission.counts(),
                 "waiting": str(self._run.shortage or self._run.progress.describe()),
                 "alerts": self._alerts(),
                 "metrics": self.state.last_step,
@@ -474,7 +480,7 @@ class Master(HandlesRequests):
             *self._run.failures.firsts.values(),
             *self._hangs.alerts.values(),
             *self._memory.alerts.values(),
-            *filter(None, (last.beat.alert for last in self.members.last_heartbeats.values())),
+            *filter(None, (last.beat.alert for last in self.members.heartbeats.last.values())),
             *disks,
             *pauses,
         ]

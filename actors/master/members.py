@@ -1,26 +1,21 @@
-"""The directory of a run: its members, what each of them has said last, and how much of that fits into a message.
+"""The directory of a run: its members, and how much of what they say fits into a message.
 
 The journal has the members (`RunState.members`), but not their heartbeats.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from actors.master.changes import Joined, Left, MemberChanged
+from actors.master.heartbeats import Heartbeats
 from actors.master.run_state import RunState
-from actors.runtime.membership import HEARTBEAT_SECONDS
 from areal.config.roles import is_role, role_of
 from protocols.bus_errors import BusyError, RefusedError
 from protocols.codec import MAX_BODY_BYTES
 from protocols.messages import (
-    Engagement,
     Heartbeat,
     Join,
-    LoadColumns,
     Member,
     MembersChanged,
     Message,
@@ -36,39 +31,20 @@ MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
 REMOVED_KEPT = 64
 # So much of the members' numbers is in a status, which is one message too.
 MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
-# An asker gets the loads of n generators at most once in n times this, after 500 of them no longer with each heartbeat:
-# askers and loads both grow with a cluster, and their product would take the master's core at 8,000 devices.
-LOAD_SECONDS = 0.002
-
-NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
-
-
-@dataclass(slots=True)
-class LastHeartbeat:
-    """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
-    master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
-
-    time: float
-    beat: Heartbeat = NO_BEAT
-    restored: bool = False
-    sequences: int = 0
 
 
 class Members:
-    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds. The members of
-    an earlier master count as heard from now."""
+    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds."""
 
     def __init__(self, state: RunState, publish: Callable[[Message], None], clock: Callable[[], float]) -> None:
         self._state = state
         self._publish = publish
         self.clock = clock
-        self.last_heartbeats = {identity: LastHeartbeat(clock(), restored=True) for identity in state.members}
+        self.heartbeats = Heartbeats(state.members, clock)
         self.starts = Counter[str]()  # of actors since the master started, by role/index
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._entries = {identity: _entry(member) for identity, member in state.members.items()}
         self._size = sum(map(len, self._entries.values()))
-        self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
-        self._loads_due: dict[str, float] = {}  # when an asker gets loads again
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self._state.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
@@ -101,7 +77,7 @@ class Members:
     def add(self, member: Member) -> None:
         """Raises BusyError if the directory has no room for the member."""
         entry = self._fitting_entry(member)
-        self.last_heartbeats[member.identity] = LastHeartbeat(self.clock())
+        self.heartbeats.add(member.identity)
         self.starts[actor_name(member.identity)] += 1
         self._enter(Joined(member=member), entry)
 
@@ -123,10 +99,8 @@ class Members:
         self.removed[identity] = reason
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
-        del self.last_heartbeats[identity]
+        self.heartbeats.remove(identity)
         self._size -= len(self._entries.pop(identity))
-        self._engagements.pop(identity, None)
-        self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
 
     def _enter(self, change: Joined | MemberChanged, entry: bytes) -> None:
@@ -143,44 +117,12 @@ class Members:
             raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
         return entry
 
-    # --- heartbeats
-
-    def silent(self, seconds: float) -> list[tuple[str, float]]:
-        """The members that were silent for longer than `seconds`, and for how long."""
-        silences = [(identity, self.clock() - last.time) for identity, last in self.last_heartbeats.items()]
-        return [(identity, silence) for identity, silence in silences if silence > seconds]
-
-    def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
-        sequences = 0
-        if beat.engagement:
-            self._engagements[identity] = beat.engagement
-            sequences = sum(beat.engagement.sequences.values())
-        self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
-
-    def answers_users(self, generator: Member) -> bool:
-        """Whether it has sequences of gateways. Those of others may wait for newer weights."""
-        load = self.last_heartbeats[generator.identity].beat.engagement
-        return load is not None and any(n and asker.startswith("gateway/") for asker, n in load.sequences.items())
+    # --- what members say
 
     def activity(self, role: str) -> str:
         """What the first member of the role does."""
         return next(
-            (self.last_heartbeats[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
-        )
-
-    def loads_for(self, asker: str) -> LoadColumns | None:
-        """The load of each generator, and how much of it is the asker's; None: it has had them not long ago."""
-        now = self.clock()
-        if now < self._loads_due.get(asker, now):
-            return None
-        loads = self._engagements
-        self._loads_due[asker] = now + len(loads) * LOAD_SECONDS - HEARTBEAT_SECONDS
-        return LoadColumns(
-            names=tuple(loads),
-            sequences=np.array([self.last_heartbeats[name].sequences for name in loads], np.int64),
-            asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
-            limits=np.array([load.limit for load in loads.values()], np.int64),
-            versions=np.array([load.version for load in loads.values()], np.int64),
+            (self.heartbeats.last[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
         )
 
     def status_rows(self) -> list[dict[str, Any]]:
@@ -188,7 +130,7 @@ class Members:
         master heard from a member; None if it never did."""
         rows, size, now = [], 0, self.clock()
         for identity, member in self._state.members.items():
-            last = self.last_heartbeats[identity]
+            last = self.heartbeats.last[identity]
             beat, silent = last.beat, None if last.restored else now - last.time
             size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
             fits = size <= MAX_STATUS_BYTES

@@ -24,7 +24,7 @@ class Memory:
         """To be called once a second."""
         hosts: dict[str, dict[str, dict[str, float]]] = {}
         for identity, member in self._state.members.items():
-            if "free_memory" in (stats := self._members.last_heartbeats[identity].beat.stats):
+            if "free_memory" in (stats := self._members.heartbeats.last[identity].beat.stats):
                 hosts.setdefault(host_of(member.address), {})[actor_name(identity)] = stats
         earlier, self.alerts = self.alerts, {}
         for host, actors in hosts.items():

@@ -130,7 +130,7 @@ class Progress:
     def longest_work(self) -> str:
         """The member that has been at its present work for longest, what that is, and for how long; empty if every
         member only waits. While a member works, the run does not stall: one that hangs is no member for long."""
-        works = {identity: last.beat.works[:1] for identity, last in self._members.last_heartbeats.items()}
+        works = {identity: last.beat.works[:1] for identity, last in self._members.heartbeats.last.items()}
         working = [(work.seconds, identity, work.what) for identity, first in works.items() for work in first]
         if not working:
             return ""

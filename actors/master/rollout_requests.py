@@ -39,11 +39,11 @@ class RolloutRequests(HandlesRequests):
     @handles(AskPermits)
     async def ask_permits(self, request: Request[AskPermits]) -> Permits:
         owner = self._run.member(request, "rollout_manager").identity
-        if not await self._run.park(request, self._run.free_groups, self._turn):
+        if not await self._run.park(request, self._run.admission.free_groups, self._turn):
             return Permits(permits=())
         self._run.member(request)  # the sender may have been removed while its request was parked
         self._run.meter.begin()
-        count = min(request.message.count, self._run.free_groups())
+        count = min(request.message.count, self._run.admission.free_groups())
         granted = self._run.ledger.admit(owner, count, self._run.now(), self._run.config.master.lease_seconds)
         return Permits(
             permits=tuple(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from actors.master.accounts import StepMeter
+from actors.master.admission import Admission
 from actors.master.evaluations import Evaluations
 from actors.master.members import Members
 from actors.master.progress import Progress
@@ -19,7 +20,6 @@ from areal.config import Config
 from areal.data.prompt_sources import PromptSource
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_state import GroupState
 from areal.storage.disk import DiskRetry, Shortage
 from areal.storage.journal import Journal
 from protocols.bus_errors import FencedError, RefusedError
@@ -82,7 +82,8 @@ class RunControl:
         )
         self.members = Members(self.state, self.send_out, self.now)
         self.evaluations = Evaluations(self.state, self.members)
-        self.progress = Progress(self.state, self.members, self.failures, self.free_groups)
+        self.admission = Admission(self.state, self.failures, self._is_closed, self.now)
+        self.progress = Progress(self.state, self.members, self.failures, self.admission.free_groups)
 
     @property
     def ledger(self) -> Ledger:
@@ -153,29 +154,8 @@ class RunControl:
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
             raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
 
-    def free_groups(self) -> int:
-        """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and
-        while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
-        if self.end.done() or self.shortage or self.progress.servers.absent:
-            return 0
-        capacity, groups = self.ledger.state.room.for_rows, self.ledger.state.groups
-        moving = len(groups) - groups.count(GroupState.OPEN)
-        if self.failures.outage:
-            alone = moving == groups.count(GroupState.READY)
-            return min(capacity, int(alone and self.failures.may_try(self.now())))
-        if self.config.run_ahead == "max":
-            return capacity
-        return min(capacity, max(0, self.state.run_ahead.limit - moving))
-
-    def counts(self) -> dict[str, int]:
-        """Numbers of groups."""
-        groups = self.ledger.state.groups
-        return {"alive": len(groups), "ready": groups.count(GroupState.READY), "capacity": self.free_groups()}
-
-    def free_sessions(self) -> int:
-        """Number of sessions that may be opened now."""
-        closed = self.end.done() or self.shortage or self.progress.servers.absent or self.failures.outage
-        return 0 if closed else self.ledger.state.room.for_sessions
+    def _is_closed(self) -> bool:
+        return self.end.done() or self.shortage is not None or bool(self.progress.servers.absent)
 
     async def end_if_complete(self) -> None:
         # Without steps there is no trainer, which would report that it has finished.

@@ -44,7 +44,7 @@ class QuietMaster:
         self.members.add(member)
         beat = {"state": "healthy", "serves": (), "activity": "", "stats": {}} | beat
         self.members.update(member, Heartbeat(**beat))
-        self.members.record_heartbeat(member.identity, Heartbeat(**beat))
+        self.members.heartbeats.record(member.identity, Heartbeat(**beat))
         return self.state.members[member.identity]
 
     def leave(self, member: Member) -> None:

@@ -48,7 +48,7 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
         "rewards": (len(state.rewards), len(ledger.state.groups)),
         "token counts": (len(state.tokens), len(ledger.state.groups)),
         "members": (len(state.members), members),
-        "last heartbeats": (len(master.members.last_heartbeats), len(state.members)),
+        "last heartbeats": (len(master.members.heartbeats.last), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * limit + 10 * members),
     }
 

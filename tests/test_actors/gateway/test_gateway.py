@@ -118,7 +118,7 @@ class City:
             now=lambda: self.now,
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
-            free_sessions=lambda: self.ledger.state.room.for_sessions,
+            admission=SimpleNamespace(free_sessions=lambda: self.ledger.state.room.for_sessions),
             meter=SimpleNamespace(begin=lambda: None, keys=KeyRecords()),
         )
         self._requests = SessionRequests(run)

@@ -82,11 +82,11 @@ def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it
         engagement=Engagement(sequences={"gateway/0#a": 1}, limit=8, version=0),
     )
     before = next(m for m in run.state.members.values() if m.role == "generator" and m.index == 0)
-    run.members.record_heartbeat(before.identity, busy)
+    run.members.heartbeats.record(before.identity, busy)
     run.evaluations.watch()
     assert run.held == {0: 0, server: 4}, "it still answers a user"
     waits = Engagement(sequences={"evaluator/0#a": 1}, limit=8, version=0)  # for newer weights
-    run.members.record_heartbeat(before.identity, busy.model_copy(update={"engagement": waits}))
+    run.members.heartbeats.record(before.identity, busy.model_copy(update={"engagement": waits}))
     run.evaluations.watch()
     assert run.held == {server: 4}
     run.publish(6)

@@ -16,7 +16,7 @@ class Fleet:
     def beat(self, member: Any, kind: str, still: float, **ended: float) -> None:
         work = Work(kind=kind, what="loading version 9", seconds=still, still=still)
         beat = Heartbeat(state="healthy", serves=(), activity="", stats={}, works=(work,), ended=ended)
-        self.run.members.record_heartbeat(member.identity, beat)
+        self.run.members.heartbeats.record(member.identity, beat)
         self.hangs.hear(member, beat)
 
 

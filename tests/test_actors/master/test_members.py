@@ -78,18 +78,18 @@ def test_an_asker_gets_the_newest_load_of_each_generator_that_is_there(members):
     def tells(generator: int, sequences: dict[str, int], limit: int, version: int) -> None:
         load = Engagement(sequences=sequences, limit=limit, version=version)
         beat = Heartbeat(state="healthy", serves=(), activity="", stats={}, engagement=load)
-        members.record_heartbeat(generators[generator], beat)
+        members.heartbeats.record(generators[generator], beat)
 
     def loads() -> dict[str, tuple[int, ...]]:
         """The columns' rows: sequences, of which the asker's, limit, version."""
-        told = members.loads_for(asker)
+        told = members.heartbeats.loads_for(asker)
         columns = told.sequences, told.asker_sequences, told.limits, told.versions
         return dict(zip(told.names, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
     tells(3, {}, 8, 1)
     tells(1, {asker: 2, "rollout_manager/1#b": 3}, 8, 1)
     tells(0, {asker: 1}, 16, 2)
-    before = members.loads_for(asker)
+    before = members.heartbeats.loads_for(asker)
     assert loads() == {generators[3]: (0, 0, 8, 1), generators[1]: (5, 2, 8, 1), generators[0]: (1, 1, 16, 2)}
     tells(3, {asker: 7}, 4, 3)
     members.remove(generators[1], "left")

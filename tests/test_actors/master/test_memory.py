@@ -15,7 +15,7 @@ def test_a_machine_with_little_memory_left_is_told_once_with_its_largest_actor_u
         for actor, gib in zip(actors, (1.0, 7.5, 0.0), strict=True):
             stats = {"free_memory": free * GIB, "memory": gib * GIB} if gib else {}  # one that measures nothing
             beat = Heartbeat(state="healthy", serves=(), activity="", stats=stats)
-            run.members.record_heartbeat(actor.identity, beat)
+            run.members.heartbeats.record(actor.identity, beat)
         memory.look()
         return list(memory.alerts.values())
 
