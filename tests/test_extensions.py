@@ -185,6 +185,7 @@ def test_without_the_extension_for_pictures_a_row_with_a_picture_is_refused_in_o
 
 
 SETTINGS = {
+    "routing": ({"trainer.routing": "replay"}, "trainer.routing=replay"),
     "lora": ({"trainer.lora": {"rank": 4}}, "trainer.lora"),
     "parallel": ({"trainer.sequence_parallel": 2, "trainer.ranks": 2}, "trainer.sequence_parallel"),
     "losses": ({"trainer.objective": "gspo"}, "trainer.objective=gspo"),

@@ -157,6 +157,7 @@ def check_extensions(config: Config) -> None:
         ("prometheus", "serve"): config.observe.prometheus_port and "observe.prometheus_port",
         ("trackers", "process"): config.observe.trackers and "observe.trackers",
         ("parallel", "sequences"): trainer.sequence_parallel > 1 and "trainer.sequence_parallel",
+        ("routing", "replay"): trainer.routing == "replay" and "trainer.routing=replay",
         ("lora", "add"): trainer.lora and "trainer.lora",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",

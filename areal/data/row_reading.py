@@ -11,9 +11,9 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config.data_section import SourceConfig, reward_weights
-from areal.data.offered_tools import read_tools
 from areal.data.rows import Prompt, Row, has_parts, read_prompt
 from areal.samples.pictures import DIGESTS, FIELDS, digest_of, find
 
@@ -70,9 +70,12 @@ def _tools(
         return None
     beside, dot, _ = config.prompt_key.rpartition(".")
     value = _field(raw, f"{beside}{dot}{config.tools_key}")
+    if value is _MISSING or not value:
+        return None
+    read_tools = extensions.need("agents", "read_tools", f"{where} has tools, which").load()
     advice = f"correct {config.tools_key!r}, or set data.tools_key=null"
     with explain(ValueError, f"{where} has tools that cannot be read ({{why}}): {advice}"):
-        tools = None if value is _MISSING else read_tools(value, of_table=of_table)
+        tools: list[dict[str, Any]] | None = read_tools(value, of_table=of_table)
     if tools and not is_chat:
         raise UserError(
             f"{where} has tools, which a chat template shows, but its prompt is a text: write messages, set "

@@ -15,7 +15,6 @@ from torch import Tensor
 from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
 from areal.models import Routing
-from areal.training.routes import RouteReplay
 from areal.training.row_groups import RowGroup
 
 
@@ -57,9 +56,9 @@ class Division:
     def find(self, engine: Any) -> None:
         """Find the parts of the model that DeepSpeed's `engine` has divided."""
 
-    def route_replay(self, module: torch.nn.Module, routing: Routing) -> RouteReplay:
-        """What gives the model's routers the experts of sampling."""
-        return RouteReplay(module, routing)
+    def route_replay(self, module: torch.nn.Module, routing: Routing) -> Any:
+        """What gives the model's routers the experts of sampling (areal.extensions.routing)."""
+        return extensions.need("routing", "replay", "trainer.routing=replay").load()(module, routing)
 
     def whole_size(self, tensor: Tensor) -> int:
         """The number of elements of the whole tensor of which this rank has `tensor`."""

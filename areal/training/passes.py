@@ -18,7 +18,6 @@ from areal.training.kept_words import among_kept_words, with_kept_words
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.model_checks import keeps_apart, what_is_missing
 from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
-from areal.training.routes import RouteReplay
 from areal.training.row_groups import Compute, RowGroup
 
 log = structlog.get_logger()
@@ -38,7 +37,7 @@ class Passes:
         attention: str,
         together: RowGroup,
         device: torch.device,
-        replay: RouteReplay | None = None,
+        replay: Any = None,
     ) -> None:
         self._config, self._attention, self._together, self._device = config, attention, together, device
         self._replay = replay

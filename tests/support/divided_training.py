@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from test_areal.training.test_routes import with_routes
+from test_areal.extensions.routing.test_routes import with_routes
 
 from areal.models import routing_of
 from areal.training.training_engine import TrainingEngine

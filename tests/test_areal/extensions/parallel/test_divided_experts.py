@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.divided_training import assert_as_one_rank, make_kinds, train_divided
 from support.tiny_training import EXPERTS, LINEAR, MIXED, make_kind, run_worker, settings
-from test_areal.training.test_routes import DENSE_FIRST, GROUPED, LATENT
+from test_areal.extensions.routing.test_routes import DENSE_FIRST, GROUPED, LATENT
 
 from areal.base.errors import UserError
 from areal.extensions.parallel.checks import PRESETS, check_experts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.data.offered_tools import read_tools
+from areal.extensions.agents.offered_tools import read_tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Of today."}}}
 FUNCTION = {"name": "weather", "description": "Today's.", "parameters": SCHEMA}

@@ -34,10 +34,10 @@ from support.tiny_training import (
 from torch.overrides import TorchFunctionMode
 
 from areal.base.errors import UserError
+from areal.extensions.routing.routes import RouteReplay
 from areal.models import Routing, routing_of
 from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.training.packed import FlatBatch, pack
-from areal.training.routes import RouteReplay
 from areal.training.training_engine import TrainingEngine
 
 GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}

@@ -1,0 +1,1 @@
+"""Gives routers of mixtures the experts that sampling chose. All of it is in `routes.py`."""
