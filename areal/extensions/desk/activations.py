@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
-from areal.extensions.lora.lora import add_adapters
 from areal.training.attention import attention_kwargs, choose_attention
 from areal.training.flops import experts_of
 from areal.training.packed import empty_row
@@ -67,7 +67,7 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if trainer.lora:
-            model = add_adapters(model, trainer.lora)
+            model = extensions.need("lora", "add", "trainer.lora").load()(model, trainer.lora)
     for part in model.modules():
         if isinstance(getattr(part, "rope_type", None), str):
             part.rope_type = "default"  # others choose frequencies by the positions, which have no data here

@@ -16,7 +16,6 @@ from areal.base.text import without_code
 from areal.config import Config, load_config
 from areal.extensions.desk.activations import measure_activations
 from areal.extensions.desk.split import BYTES, GIB, ModelSizes, Plan, Planner, Workload
-from areal.extensions.lora.lora import add_adapters
 from areal.models import check_trainable, find_model
 from areal.storage.record import Record, number_or_nan
 from areal.training.flops import experts_of
@@ -109,7 +108,9 @@ def read_model(config: Config) -> ModelSizes:
         raise UserError(f"The model {config.model} cannot be trained: {first}.") from None
     heads, experts = sizes.num_attention_heads, getattr(sizes, "moe_intermediate_size", None) or 0
     numbers = {name: p.numel() for name, p in module.named_parameters()}
-    adapted = add_adapters(module, trainer.lora) if trainer.lora else module
+    adapted = module
+    if trainer.lora:
+        adapted = extensions.need("lora", "add", "trainer.lora").load()(module, trainer.lora)
     whole = {} if trainer.lora else numbers  # trained weights, which are published and saved whole
     in_layers = [part for name, part in module.named_modules() if re.search(r"\.\d+\.", name)]
     parts = [[p.numel() for p in part.parameters(recurse=False)] for part in in_layers]
