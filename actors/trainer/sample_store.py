@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from actors.runtime.actor import HandlesRequests, handles, parked
+from actors.runtime.actor import HandlesRequests, handles
 from actors.runtime.membership import Ask
+from actors.trainer.offered_pictures import OfferedPictures, use_disk
 from areal.base.errors import explain
 from areal.config import Config
 from areal.models import routing_of
 from areal.rewards.result import mean_parts
-from areal.samples.pictures import digests_in, find
+from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Group, Note, Trajectory, check_kept_words, samples_of
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
@@ -27,21 +28,19 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupReady,
-    LackingPictures,
-    OfferPictures,
     ReuseAnswer,
     ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
-    StorePictures,
     StoreSamples,
 )
 from protocols.transport import Request
 
 
 class SampleStore(HandlesRequests):
-    """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it."""
+    """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it.
+    `pictures`: those of its samples."""
 
     def __init__(
         self,
@@ -58,6 +57,8 @@ class SampleStore(HandlesRequests):
         self._spool = spool
         self._rollouts = rollouts
         self._on_disk = on_disk
+        self._use_spool = functools.partial(use_disk, on_disk)
+        self.pictures = OfferedPictures(config.pictures_folder, on_disk)
         self._ask_master = ask_master
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
@@ -87,7 +88,7 @@ class SampleStore(HandlesRequests):
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
         if digests_in(trajectory.pictures):
-            self._pictures.check(trajectory, self._config.model)
+            self.pictures.store.check(trajectory, self._config.model)
         if self._config.keeps_words:
             check_kept_words(trajectory, self._vocab_size)
         if self._routing:
@@ -97,20 +98,6 @@ class SampleStore(HandlesRequests):
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
-
-    @functools.cached_property
-    def _pictures(self) -> Any:
-        return find("store")(self._config.pictures_folder)
-
-    @handles(OfferPictures)
-    async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:
-        return LackingPictures(names=tuple(self._pictures.lacking(request.message.names)))
-
-    @handles(StorePictures)
-    async def store_pictures(self, request: Request[StorePictures]) -> Done:
-        files = [content.tobytes() for content in request.message.files]
-        await self._use_spool(request, self._pictures.put_all, files)
-        return Done()
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
@@ -182,12 +169,6 @@ class SampleStore(HandlesRequests):
             holder = self._spool.holder(group)
             if holder not in ("", request.sender):
                 raise RefusedError(f"{holder} goes on with {group}")
-
-    async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
-        """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
-        with explain(TimeoutError, "the trainer waits for its disk", BusyError):
-            async with parked(request):
-                return await self._on_disk("the spool", use, *arguments)
 
     async def _report_ready(self, group: Group) -> bool:
         """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False

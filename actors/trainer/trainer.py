@@ -195,6 +195,7 @@ class Trainer(Actor):
             self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
         )
         member.serve(self._samples)
+        member.serve(self._samples.pictures)
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._damage = ""  # told as long as this trainer lives, since a checkpoint may follow at once

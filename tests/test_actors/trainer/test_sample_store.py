@@ -118,7 +118,9 @@ async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
     store = SampleStore(config, 100, nothing, nothing, on_disk, nothing)
 
     def asked(message: Any) -> Any:
-        return store.dispatch(Request(message, "rollout_manager/0#a", asyncio.get_running_loop().time() + 60, b""))
+        return store.pictures.dispatch(
+            Request(message, "rollout_manager/0#a", asyncio.get_running_loop().time() + 60, b"")
+        )
 
     names = digest_of(b"one"), digest_of(b"two")
     assert (await asked(OfferPictures(names=names))).names == names
