@@ -29,17 +29,18 @@ new lineage.
 import asyncio
 import functools
 import shutil
-from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
-import numpy as np
 import structlog
 
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
+from actors.trainer import kept_rollouts
+from actors.trainer.checkpoints import Checkpoints
+from actors.trainer.learner import Learner
 from actors.trainer.phases import Phases, refusals
 from actors.trainer.probes import Probes
 from actors.trainer.ranks import Ranks, failure_of_step
@@ -47,25 +48,20 @@ from actors.trainer.sample_store import SampleStore
 from actors.trainer.turns import Turns
 from actors.weights.weight_service import WeightServer
 from areal.base import extensions
-from areal.base.errors import UserError
 from areal.config import Config
 from areal.devices import shares_devices, visible_devices
-from areal.samples.tokenizer import load_tokenizer
-from areal.samples.trajectory import Group, TokenValues
+from areal.samples.trajectory import Group
 from areal.storage.disk import DiskRetry
-from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
-from areal.storage.run_files import ROLLOUTS
-from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
+from areal.storage.rollouts import RolloutWriter
+from areal.storage.run_folder import checkpoints_in, first_version, version_of
 from areal.storage.spool import Spool
 from areal.training.guard import Guard, limits_of
-from areal.weights.chunks import HeldVersion, Manifest
+from areal.weights.chunks import HeldVersion
 from protocols.bus_errors import BusError
 from protocols.messages import (
     AskBatch,
     AskRecovery,
     BatchAnswer,
-    CheckpointAnswer,
-    CheckpointSaved,
     CommitStep,
     Done,
     Policy,
@@ -78,69 +74,9 @@ from protocols.messages import (
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
 REPEAT_SECONDS = 5.0
-# Rollouts are written after this time, or once there are this many bytes of them, or with a checkpoint.
-ROLLOUTS_SECONDS = 30.0
-ROLLOUTS_BYTES = 32 << 20
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4
-# Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
-DURATIONS_KEPT = 4
-
 log = structlog.get_logger()
-
-
-class Learner(Protocol):
-    """The interface of the model under training (actors.trainer.ranks.Ranks)."""
-
-    @property
-    def work_done(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def values(self) -> TokenValues | None: ...
-    @property
-    def whole_logprobs(self) -> np.ndarray | None: ...
-    async def step(
-        self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
-    ) -> dict[str, float | None]: ...
-    async def snapshot(self, folder: Path) -> None: ...
-    async def finish_snapshot(self) -> Manifest | None: ...
-    async def save(self, folder: Path, run: str) -> None: ...
-    async def finish_save(self) -> None: ...
-    async def load(self, folder: Path, run: str) -> None: ...
-    async def offload(self) -> None: ...
-    async def reload(self) -> None: ...
-    async def forget(self, folder: Path) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_rollouts(config: Config) -> RolloutWriter:
-    """The writer of the run's rollouts."""
-    tokenizer = functools.cache(load_tokenizer)
-
-    def texts(sequences: list[np.ndarray]) -> list[str]:
-        return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
-
-    observe = config.observe
-    return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
-
-
-class Durations:
-    """How long the last steps and checkpoints took."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
-
-    def add(self, what: str, began: float) -> None:
-        """One that has ended now."""
-        self._seconds[what].append(asyncio.get_running_loop().time() - began)
-
-    def why_too_late(self, what: str, began: float, ends: float) -> str:
-        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
-        longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
-        if began + longest <= ends:
-            return ""
-        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
 
 class Trainer(Actor):
@@ -153,7 +89,7 @@ class Trainer(Actor):
         member: Membership,
         start_learner: Callable[[Config, DiskRetry], Awaitable[Learner]] = Ranks.start,
         open_spool: Callable[[Path], Spool] = Spool.open,
-        open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts,
+        open_rollouts: Callable[[Config], RolloutWriter] = kept_rollouts.open_rollouts,
     ) -> Self:
         config, used = member.config, member.used
         member.activity = "starting DeepSpeed"
@@ -161,8 +97,8 @@ class Trainer(Actor):
         spool = await member.on_disk("the spool", open_spool, config.folder / "spool.db")
         used.callback(spool.close)
         rollouts = await asyncio.to_thread(open_rollouts, config)
-        used.push_async_callback(write_rollouts, member, rollouts)
-        member.spawn(write_rollouts_regularly(member, rollouts), "keep rollouts")
+        used.push_async_callback(kept_rollouts.write_rollouts, member, rollouts)
+        member.spawn(kept_rollouts.write_rollouts_regularly(member, rollouts), "keep rollouts")
         turns = Turns(shares_devices(config), member.directory, member.ask, member.beat)
         member.serve(turns)
         phases = Phases(member.works, member.took)
@@ -190,19 +126,17 @@ class Trainer(Actor):
         member.serve(self._weight_server)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
-        self._version = self._checkpoint_version = recovery.checkpoint_version
+        self._version = recovery.checkpoint_version
+        kept = self._learner, self._spool, self._rollouts, recovery.checkpoint_version
+        self._checkpoints = Checkpoints(member, *kept, self._timed, self._remove)
         self._samples = SampleStore(
             self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
         )
         member.serve(self._samples)
         member.serve(self._samples.pictures)
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
-        self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
-        self._damage = ""  # told as long as this trainer lives, since a checkpoint may follow at once
-        self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
-        self._durations = Durations()
 
     async def catch_up(self) -> None:
         """In the turn in which the learner has started."""
@@ -213,8 +147,8 @@ class Trainer(Actor):
     async def main(self) -> None:
         await self.member.become_healthy()
         while True:
-            if self._version - self._checkpoint_version >= 2 * self.config.trainer.checkpoint_every:
-                await self._wait_for_checkpoint()  # only after a restart, so that each kill adds no more steps to redo
+            if self._version - self._checkpoints.version >= 2 * self.config.trainer.checkpoint_every:
+                await self._checkpoints.wait()  # only after a restart, so that each kill adds no more steps to redo
             batch = await self._next_batch()
             if batch is None:
                 break
@@ -227,11 +161,11 @@ class Trainer(Actor):
 
     async def _finish_run(self) -> None:
         await self._wait_for_publication()
-        await self._wait_for_checkpoint()
-        if self._checkpoint_version < self._version:
+        await self._checkpoints.wait()
+        if self._checkpoints.version < self._version:
             async with self._turn():
-                await self._save()
-            if error := await self._wait_for_checkpoint():
+                await self._checkpoints.save(self._version, self._publication)
+            if error := await self._checkpoints.wait():
                 raise error
         self.member.activity = "finished"
         await self.member.ask_master(TrainingFinished(), Done)
@@ -242,9 +176,9 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._durations.why_too_late("step", self._step[1], ends)):
+            if self._step and (lack := self._checkpoints.durations.why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
-                await self._wait_for_checkpoint()
+                await self._checkpoints.wait()
             else:
                 await self._at_rest.wait()
             if self._at_rest.is_set():
@@ -253,22 +187,22 @@ class Trainer(Actor):
             outcome += ": there is no time left"
             raise
         finally:
-            self.member.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoint_version}"
+            self.member.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoints.version}"
 
     async def _save_last(self, ends: float) -> str:
         """Save a checkpoint of the last step. Returns what was done, in words."""
         await self._wait_for_publication()
-        await self._wait_for_checkpoint()
+        await self._checkpoints.wait()
         outcome = f"has finished step {self._version}"
-        if self._checkpoint_version == self._version:
+        if self._checkpoints.version == self._version:
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._checkpoints.durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
-            await self._save()
-        error = await self._wait_for_checkpoint()
+            await self._checkpoints.save(self._version, self._publication)
+        error = await self._checkpoints.wait()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
     def stats(self) -> dict[str, float]:
@@ -299,50 +233,21 @@ class Trainer(Actor):
 
     async def _recover(self, recovery: Recovery) -> None:
         """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
-        self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
+        self._version = self._checkpoints.version = await self._checkpoints.load(recovery)
         saved = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
         versions = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
-        self._checkpoints = sorted(version for version in versions if version <= self._version)
+        self._checkpoints.find(version for version in versions if version <= self._version)
         redone = recovery.version - self._version
         for version in range(self._version, recovery.version):
             self.member.activity = f"redoing step {version + 1} of {recovery.version}"
             _, groups = await self._train(await self.member.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
             if self._version in {*saved, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
-                await self._save()
+                await self._checkpoints.save(self._version, self._publication)
         if recovery.lineage:
             await self._publish_again(self.directory.policy, redone)
-        await self._wait_for_checkpoint()
+        await self._checkpoints.wait()
         self._phases.take_seconds()
-
-    async def _load_checkpoint(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
-        newest, damage = recovery.checkpoint_version, ""
-        for version in dict.fromkeys((newest, recovery.covered)):
-            try:
-                await self._load(version, recovery.run)
-            except UserError as error:
-                damage = damage or str(error)
-                continue
-            if damage:
-                self._damage = f"{damage} The run goes on from version {version}: the steps since are trained again."
-                self._alert(self._damage)
-            return version
-        ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
-        raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
-
-    def _alert(self, sentence: str) -> None:
-        """Tell the user, until the next checkpoint."""
-        log.error(sentence)
-        self.member.alert = sentence
-
-    async def _load(self, version: int, run: str) -> None:
-        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
-        if version:
-            folder = checkpoint_of(self.config.folder, version)
-            self.member.activity = f"loading {folder}"
-            with self.member.working(self.member.activity, "restore"):
-                await self._learner.load(folder, run)
 
     async def _publish_again(self, replaced: Policy, redone: int) -> None:
         policy = self._policy()
@@ -392,7 +297,7 @@ class Trainer(Actor):
         keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
         self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
         self._step = None
-        self._durations.add("step", began)
+        self._checkpoints.durations.add("step", began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
@@ -427,7 +332,7 @@ class Trainer(Actor):
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
-        await self._wait_for_checkpoint()
+        await self._checkpoints.wait()
         self.member.activity = "told the master to end the run"
         log.error(reason)
         while True:
@@ -469,61 +374,9 @@ class Trainer(Actor):
         return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
-        due = self._version > self._checkpoint_version and self._version % self.config.trainer.checkpoint_every == 0
+        due = self._version > self._checkpoints.version and self._version % self.config.trainer.checkpoint_every == 0
         if due and not self._guard.suspicious:
-            await self._save()
-
-    async def _save(self) -> None:
-        """Begin to save a checkpoint of the current version, once the one before is written."""
-        await self._wait_for_checkpoint()
-        self.member.activity = f"saving a checkpoint of version {self._version}"
-        folder, began = checkpoint_of(self.config.folder, self._version), asyncio.get_running_loop().time()
-        with self._timed("save"):
-            await self._learner.save(folder, self._rollouts.run)
-        self._saving = self.member.spawn(
-            self._complete_checkpoint(self._version, folder, self._publication, began), "save"
-        )
-
-    async def _wait_for_checkpoint(self) -> UserError | None:
-        """Wait for the last checkpoint. Returns why it could not be written."""
-        if self._saving is None:
-            return None
-        with self._timed("save_wait"):
-            return await self._saving
-
-    async def _complete_checkpoint(
-        self, version: int, folder: Path, publication: asyncio.Task[None] | None, began: float
-    ) -> UserError | None:
-        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
-        one before covers, too, if that is kept, and the oldest checkpoints beyond `trainer.checkpoints_kept`. If it
-        cannot be written, training goes on and the next one covers all. Returns why it cannot."""
-        every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
-        copied = asyncio.get_running_loop().time()
-        try:
-            with self.member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
-                await self._learner.finish_save()
-        except UserError as error:
-            self._alert(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
-            return error
-        self.member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
-        if publication is not None:
-            await publication
-        # Before the master counts the checkpoint: no trainer redoes its steps after that.
-        await write_rollouts(self.member, self._rollouts)
-        covered = self._checkpoint_version if limit > 1 else version
-        spooled = "\n".join(await self.member.on_disk("the spool", self._spool.ids))
-        saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
-        needless = (await self.member.ask_master(saved, CheckpointAnswer)).drop.splitlines()
-        self._checkpoint_version = version
-        self.member.alert = self._damage
-        await self.member.on_disk("the spool", self._spool.forget, needless)
-        await self.member.on_disk("the spool", self._spool.scrub)
-        self._checkpoints.append(version)
-        while len(self._checkpoints) > limit:
-            await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
-            del self._checkpoints[0]
-        self._durations.add("checkpoint", began)
-        return None
+            await self._checkpoints.save(self._version, self._publication)
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
@@ -553,28 +406,6 @@ async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -
     await asyncio.to_thread(rollouts.assign, recovery.run)
     await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
     return recovery
-
-
-async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) -> None:
-    """Write the rollouts now and then."""
-    loop = asyncio.get_running_loop()
-    written = loop.time()
-    while True:
-        await asyncio.sleep(1.0)
-        if loop.time() - written > ROLLOUTS_SECONDS or rollouts.waiting > ROLLOUTS_BYTES:
-            await write_rollouts(member, rollouts)
-            written = loop.time()
-
-
-async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
-    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await member.on_disk("the rollouts", rollouts.write, optional=True)
-    except TimeoutError:
-        log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
-    except Exception as error:  # whatever it is, the run goes on without them
-        log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
 
 async def _remove_weights(member: Membership) -> None:

@@ -39,7 +39,8 @@ from actors.sampling.sampling import Sampling
 from actors.sampling.scores import GroupScores, Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
-from actors.trainer import trainer
+from actors.trainer import kept_rollouts, trainer
+from actors.trainer.checkpoints import Checkpoints
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.trainer import Trainer
 from actors.trainer.turns import Turns
@@ -183,29 +184,32 @@ def lost_groups_stay_ready() -> AbstractContextManager[None]:
 def only_the_last_checkpoint() -> AbstractContextManager[None]:
     """A trainer whose last checkpoint is damaged does not take the one before."""
 
-    async def load(trainer: Trainer, recovery: Recovery) -> int:
-        await trainer._load(recovery.checkpoint_version, recovery.run)
+    async def load(checkpoints: Checkpoints, recovery: Recovery) -> int:
+        await checkpoints._load(recovery.checkpoint_version, recovery.run)
         return recovery.checkpoint_version
 
-    return patch.multiple(Trainer, _load_checkpoint=load)
+    return patch.multiple(Checkpoints, load=load)
 
 
 def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
     """The trainer removes groups from its spool once one checkpoint covers them, so that none before it can be used."""
-    train, forget = Trainer._train, Trainer._complete_checkpoint
+    train, forget = Trainer._train, Checkpoints._complete
 
     async def train_and_note(trainer: Trainer, batch: Any) -> Any:
         done = await train(trainer, batch)
-        vars(trainer).setdefault("trained", {})[trainer._version] = batch.groups
+        vars(trainer._checkpoints).setdefault("trained", {})[trainer._version] = batch.groups
         return done
 
-    async def complete(trainer: Trainer, version: int, *arguments: Any) -> Any:
-        error = await forget(trainer, version, *arguments)
-        trained = vars(trainer).get("trained", {})
-        trainer._spool.forget(group for step in trained if step <= version for group in trained[step])
+    async def complete(checkpoints: Checkpoints, version: int, *arguments: Any) -> Any:
+        error = await forget(checkpoints, version, *arguments)
+        trained = vars(checkpoints).get("trained", {})
+        checkpoints._spool.forget(group for step in trained if step <= version for group in trained[step])
         return error
 
-    return patch.multiple(Trainer, _train=train_and_note, _complete_checkpoint=complete)
+    mutation: Any = patch.multiple(Trainer, _train=train_and_note)
+    mutation.additional_patchers.append(patch.object(Checkpoints, "_complete", complete))
+    applied: AbstractContextManager[None] = mutation
+    return applied
 
 
 def last_checkpoint_left_to_the_dead() -> AbstractContextManager[None]:
@@ -392,13 +396,13 @@ def min_version_stays() -> AbstractContextManager[None]:
 
 def rollouts_written_at_the_end() -> AbstractContextManager[None]:
     """The trainer writes its rollouts when the run has ended, not before each checkpoint."""
-    write = trainer.write_rollouts
+    write = kept_rollouts.write_rollouts
 
     async def write_if_over(member: Membership, rollouts: RolloutWriter) -> None:
         if member.stopped.done():
             await write(member, rollouts)
 
-    return patch.multiple(trainer, write_rollouts=write_if_over)
+    return patch.multiple(kept_rollouts, write_rollouts=write_if_over)
 
 
 def rollouts_written_again() -> AbstractContextManager[None]:

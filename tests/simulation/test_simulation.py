@@ -22,7 +22,7 @@ from rich.console import Console
 
 from actors.runtime.actor import HandlesRequests
 from actors.runtime.membership import Membership
-from actors.trainer import trainer
+from actors.trainer import kept_rollouts
 from actors.weights.weight_service import WeightFetcher
 from areal.base import extensions
 from areal.base.errors import UserError
@@ -469,7 +469,7 @@ def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before_and_rep
 def test_a_checkpoint_that_the_master_has_not_heard_of_is_saved_again_and_removed_in_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write = trainer.write_rollouts
+    write = kept_rollouts.write_rollouts
 
     async def slowly_at_first(*what: Any) -> None:
         if not world.oracle.disk.lineage:
@@ -479,7 +479,7 @@ def test_a_checkpoint_that_the_master_has_not_heard_of_is_saved_again_and_remove
     def kept(folder: Path | None = None) -> list[Path]:
         return sorted(Path(path) for path in world.files.folders if "/checkpoints/" in path)
 
-    monkeypatch.setattr(trainer, "write_rollouts", slowly_at_first)
+    monkeypatch.setattr(kept_rollouts, "write_rollouts", slowly_at_first)
     monkeypatch.setattr("actors.trainer.trainer.checkpoints_in", kept)
     model = Model(steps=10, checkpoint_every=2, max_staleness=0)
     world = World(3, model, Plan(until=4.0, faults=[Kill(4.0, "trainer-0", 0.5)]))

@@ -646,8 +646,8 @@ class World:
             stored |= set(kinds)  # the trainer has died, and the next one empties the spool when it starts
         # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
         for current in trainers:
-            saving = getattr(current.actor.role, "_saving", None)
-            if saving is not None and not saving.done():  # it forgets them once the master has answered
+            checkpoints = getattr(current.actor.role, "_checkpoints", None)
+            if checkpoints is not None and checkpoints.in_progress:  # it forgets them once the master has answered
                 stored |= {group for groups in self.oracle.disk.batches.values() for group in groups}
             if current.bus.identity.name == trainer:
                 foreign = (group for group in kinds if self.spooled_by[group][0] is not current)
