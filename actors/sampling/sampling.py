@@ -10,8 +10,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.sampling.dispatch import Dispatch, flows_of
 from actors.sampling.jobs import SampleFailed, ScoringRules
-from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.scores import Rewards
+from actors.sampling.scores import Rewards, judges_of
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError
@@ -66,7 +65,7 @@ class Sampling:
         self.dispatch = Dispatch(member.directory, role, index, limit, self._report_lost, open_flow, users)
         self.awaited_rewards = {*config.rewards}
         rules = ScoringRules(config.reward, self.awaited_rewards, self.report_failure)
-        judges = PolicyJudges(config, self.dispatch, tokenizer)
+        judges = judges_of(config, self.dispatch, tokenizer)
         self.services = Services(
             config=config,
             tokenizer=tokenizer,

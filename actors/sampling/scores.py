@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from actors.sampling.flows import Job
 from actors.sampling.jobs import (
     SampleFailed,
     ScoreJob,
@@ -18,19 +19,33 @@ from actors.sampling.jobs import (
     ended,
     score_with_retries,
 )
-from actors.sampling.policy_judges import Dispatcher, PolicyJudges
+from areal.base import extensions
+from areal.config import Config
 from areal.data.rows import Row, prompt_text
 from areal.rewards.result import Result, all_scored
 from areal.samples.trajectory import TokenScores
 
 
-class Rewards:
-    """The rewards and the scorers of a run. scorers: those that give rewards, by the reward's name. judges: the rewards
-    that the policy gives."""
+class Dispatcher(Protocol):
+    """What does jobs (actors.sampling.dispatch.Dispatch)."""
 
-    def __init__(
-        self, dispatch: Dispatcher, rules: ScoringRules, scorers: Mapping[str, str], judges: PolicyJudges
-    ) -> None:
+    async def run(self, job: Job) -> Any:
+        """The result of a job. Raises SampleFailed."""
+
+
+def judges_of(config: Config, dispatch: Dispatcher, tokenizer: Any) -> Any:
+    """The rewards for which the policy itself is asked (actors.scorer.policy_judges). Raises UserError if their options
+    do not fit."""
+    if not config.policy_judges:
+        return {}
+    return extensions.need("scorer", "policy_judges", "url: policy").load()(config, dispatch, tokenizer)
+
+
+class Rewards:
+    """The rewards and the scorers of a run. scorers: those that give rewards, by the reward's name. judges: of
+    `judges_of`."""
+
+    def __init__(self, dispatch: Dispatcher, rules: ScoringRules, scorers: Mapping[str, str], judges: Any) -> None:
         self._dispatch = dispatch
         self._rules = rules
         self._scorers = scorers

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.sampling.policy_judges import Dispatcher
-from actors.sampling.scores import Rewards
+from actors.sampling.scores import Dispatcher, Rewards
 from areal.config import Config
 from areal.data.rows import Row
 from areal.rewards.result import overlong_penalty

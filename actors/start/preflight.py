@@ -158,6 +158,7 @@ def check_extensions(config: Config) -> None:
         ("trackers", "process"): config.observe.trackers and "observe.trackers",
         ("parallel", "sequences"): trainer.sequence_parallel > 1 and "trainer.sequence_parallel",
         ("routing", "replay"): trainer.routing == "replay" and "trainer.routing=replay",
+        ("scorer", "policy_judges"): config.policy_judges and "url: policy",
         ("lora", "add"): trainer.lora and "trainer.lora",
         ("critic", "around"): trainer.critic and "trainer.critic",
         ("distillation", "around"): trainer.teacher and "trainer.teacher",

@@ -22,8 +22,7 @@ from actors.runtime.logs import configure_logging
 from actors.sampling.flows import Job
 from actors.sampling.jobs import Call, SampleFailed, ScoreJob, ScoringRules, score_with_retries
 from actors.sampling.own_code import place_of
-from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.scores import Rewards
+from actors.sampling.scores import Rewards, judges_of
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from actors.watching.episode import CompletionScore, Episode, Turn, show
@@ -200,7 +199,7 @@ class Trial:
         used.push_async_callback(engine.close)
         machine = _OneMachine(engine, pool, config)
         rules = ScoringRules(config.reward, set(), lambda cause, reason: None)
-        noted = _Noted(machine, rules, {}, PolicyJudges(config, machine, tokenizer))
+        noted = _Noted(machine, rules, {}, judges_of(config, machine, tokenizer))
         services = Services(config, tokenizer, machine, noted)
         used.push_async_callback(services.close)
         trial = cls(row, services, noted)

@@ -2,7 +2,7 @@
 
 Its address (`url`) is that of any server that speaks OpenAI's protocol, which a reward actor asks, for
 `reward.concurrent_calls` verdicts at once; or it is the policy, which the actors that sample ask
-(actors.sampling.policy_judges); or one of the run's scorers, which asks itself (actors.scorer.scorer). A verdict that
+(actors.scorer.policy_judges); or one of the run's scorers, which asks itself (actors.scorer.scorer). A verdict that
 the rule cannot read, and an address that does not answer, is a failed sample, never a score.
 """
 

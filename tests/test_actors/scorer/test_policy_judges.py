@@ -7,8 +7,8 @@ import pytest
 from fakes.scripted_policy import Characters
 
 from actors.sampling.jobs import SampleFailed, ScoringRules
-from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.scores import Rewards
+from actors.scorer.policy_judges import PolicyJudges
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.samples.table import Generation

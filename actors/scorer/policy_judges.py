@@ -4,25 +4,18 @@ Whoever samples asks the run's generators, at the version that they have. What t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from actors.sampling.flows import Job
 from actors.sampling.jobs import Call, SampleState
+from actors.sampling.scores import Dispatcher
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.rewards.functions import judge_by
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.workflows.conversation import Conversation, user
-
-
-class Dispatcher(Protocol):
-    """What does jobs (actors.sampling.dispatch.Dispatch)."""
-
-    async def run(self, job: Job) -> Any:
-        """The result of a job. Raises SampleFailed."""
 
 
 class PolicyJudges:
@@ -38,7 +31,7 @@ class PolicyJudges:
         return name in self._judges
 
     async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        """As of actors.sampling.scores.Rewards, but raises RewardError if a verdict cannot be read."""
+        """As of `Rewards`, but raises RewardError if a verdict cannot be read."""
         judge = self._judges[name]
         return judge.results(await judge.call(prompt, completions, row), completions)
 
