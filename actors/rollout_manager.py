@@ -266,6 +266,7 @@ class GroupRun:
         run_workflow: Callable[[SampleSession, Row], Awaitable[Trajectory]],
     ) -> None:
         self.permit = permit
+        self._permitted = time.monotonic()
         self._member, self._sampling, self._rows, self._stored = member, sampling, rows, stored
         self._run_workflow = run_workflow
         self._config = member.config
@@ -373,7 +374,13 @@ class GroupRun:
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             note = Note(session.reward_parts, max(0, discarded))
             if self._stored.keeps_rollouts:
-                note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
+                note = note._replace(
+                    generators=(*session.generators,),
+                    began=began,
+                    seconds=time.monotonic() - at,
+                    waited=at - self._permitted,
+                    scoring=session.scoring_seconds,
+                )
             return _Scored(place, sample, note, session.pictures)
         except SampleFailed as failure:
             if session.first_version is None:

@@ -647,6 +647,8 @@ class ScoredSample(Part):
     seconds: Number | None = None
     marks: Several[Name] = ()
     gave: Several[Name] = ()
+    waited: Number | None = None
+    scoring: Number | None = None
 
 
 class StoreSamples(Message):

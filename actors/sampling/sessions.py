@@ -35,7 +35,7 @@ class SampleSession(SampleState):
 
     rewards: weights that replace or join those of the configuration. home: the generator that all samples of the group
     start on, because they share the prompt prefix. `running`: its calls in progress. `forest`: the calls that are
-    trained. `reward_parts`: of the last score.
+    trained. `reward_parts`: of the last score. `scoring_seconds`: of all its scores.
 
     `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
     calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on. `group`: scores it
@@ -45,6 +45,7 @@ class SampleSession(SampleState):
     save: Callable[[], asyncio.Task[None]]
     save_every: float = math.inf
     unsaved = 0
+    scoring_seconds = 0.0
     _saving: asyncio.Task[None] | None = None
     group: GroupScores | None = None
 
@@ -215,6 +216,7 @@ class SampleSession(SampleState):
         if not isinstance(completion, str):
             raise TypeError(f"session.score takes a completion as text, not of type {type(completion).__name__}")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else _row(tokens)
+        began = asyncio.get_running_loop().time()
         with self.own_code.waiting():
             later = services.of_groups(weights) if self.group else []
             results = await all_scored(
@@ -224,6 +226,7 @@ class SampleSession(SampleState):
             of_sample = {name: result for name, (result,) in results.items()}
             if self.group and later:
                 of_sample |= await self.group.score(self, later, completion)
+        self.scoring_seconds += asyncio.get_running_loop().time() - began
         score, parts = combined(weights, of_sample)
         self.reward_parts |= parts | ({reward: score} if reward else {})
         return score

@@ -93,8 +93,7 @@ class SampleStore(HandlesRequests):
             check_kept_words(trajectory, self._vocab_size)
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
-        times = sample.began, sample.seconds
-        note = Note(sample.parts, sample.discarded, sample.generators, *times, sample.marks, sample.gave)
+        note = Note(**{name: getattr(sample, name) for name in Note._fields})
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )

@@ -36,7 +36,7 @@ ABANDONED = "abandoned"
 # A spool with the samples of users whose acknowledged rewards are undone.
 SESSIONS = "sessions.db"
 # What the trackers have got is sent again, to new ones.
-MOVED_WHOLE = (SUMMARY, REPORT, "tracked.json", "tensorboard")
+MOVED_WHOLE = (SUMMARY, REPORT, "tracked.json", "traced.json", "tensorboard")
 
 
 def go_back(config: Config, version: int | None, agreed: bool = False) -> list[str]:

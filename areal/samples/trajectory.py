@@ -283,7 +283,8 @@ class Note(NamedTuple):
     """What is known of a sample beside its tokens: the parts of its reward, the number of tokens that were sampled for
     it and are not in it, and for the rollouts that the run keeps the generators that sampled it, when it began (seconds
     since 1970) and how long it took. marks: the ids that a user gave the rewards of a session. gave: what the reward of
-    each mark gave: a value, and the id of the answer if it was not the session's."""
+    each mark gave: a value, and the id of the answer if it was not the session's. waited: seconds from the permit of
+    the group to `began`. scoring: the part of `seconds` for which the workflow waited for scores."""
 
     parts: Mapping[str, float] = {}
     discarded: int = 0
@@ -292,6 +293,8 @@ class Note(NamedTuple):
     seconds: float | None = None
     marks: Sequence[str] = ()
     gave: Sequence[str] = ()
+    waited: float | None = None
+    scoring: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

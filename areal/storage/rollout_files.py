@@ -43,13 +43,15 @@ SCHEMA = pa.schema(
         "generators": _TEXT,  # that sampled it, comma-separated
         "began": pa.float64(),  # seconds since 1970
         "seconds": pa.float64(),
+        "waited": pa.float64(),  # seconds from the group's permit to `began`
+        "scoring": pa.float64(),  # part of `seconds`
         "shared": pa.int32(),  # first tokens in common with the branch before
         **{name: pa.list_(pa.from_numpy_dtype(column.dtype)) for name, column in COLUMNS.items()},
         **{name: pa.list_(pa.float32()) for name in TokenValues._fields},  # null if it was not trained
     },
     metadata={"areal_rollouts": str(FORMAT_VERSION)},
 )
-OPTIONAL = {*TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.engine)}
+OPTIONAL = {"waited", "scoring", *TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.engine)}
 """A file of an earlier version may lack these columns, which are null in its rows. A new column is one of them."""
 REQUIRED = {
     *("group", "prompt_index", "sample", "branch", "fate", "row", "prompt", "completion", "reward", "reward_parts"),

@@ -170,6 +170,8 @@ class RolloutWriter:
 
 _OF_BRANCHES = ("row", "sample", "branch", "shared", "start_version", "staleness")
 """Columns that a row has as they are."""
+_OF_NOTES = ("began", "seconds", "waited", "scoring")
+"""Columns that a note has as they are."""
 
 
 class _Branch(NamedTuple):
@@ -245,8 +247,7 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
         "advantage": [advantage if branch.values else None for advantage, branch in zip(gain, branches, strict=True)],
         "finish": [t.finish for t in sequences],
         "generators": [",".join(branch.note.generators) for branch in branches],
-        "began": [branch.note.began for branch in branches],
-        "seconds": [branch.note.seconds for branch in branches],
+        **{name: [getattr(branch.note, name) for branch in branches] for name in _OF_NOTES},
         **{name: _lists([getattr(t, name) for t in sequences], name) for name in COLUMNS},
         **{
             name: _lists([branch.values and getattr(branch.values, name) for branch in branches], name)

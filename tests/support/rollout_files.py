@@ -28,7 +28,7 @@ def sample(said: Said, reward: float = 0.0, version: int = 0, branches: tuple[Br
 
 
 def group(index: int, *samples: Trajectory, **fields: Any) -> Group:
-    notes = tuple(Note({"exact": s.reward}, 0, ("generator/0#1",), 1e9, 2.0) for s in samples)
+    notes = tuple(Note({"exact": s.reward}, 0, ("generator/0#1",), 1e9, 2.0, (), (), 3.0, 0.5) for s in samples)
     return Group(f"g{index}.0", index, samples, row_text({"prompt": "2+2", **fields}), notes)
 
 

@@ -232,7 +232,7 @@ def _wandb(config: Config, folder: Path) -> Sink:
 
     values = config.model_dump(mode="json")
     run = wandb.init(
-        project=config.observe.wandb, name=config.name, id=_run_id(folder), resume="allow", dir=folder, config=values
+        project=config.observe.wandb, name=config.name, id=run_id(folder), resume="allow", dir=folder, config=values
     )
     # Results of evaluations come late, and W&B's own step counter would not accept them.
     run.define_metric("*", step_metric="version")
@@ -244,7 +244,7 @@ def _trackio(config: Config, folder: Path) -> Sink:
 
     run = trackio.init(
         project=config.observe.trackio,
-        name=f"{config.name}-{_run_id(folder)}",
+        name=f"{config.name}-{run_id(folder)}",
         resume="allow",
         config=config.model_dump(mode="json"),
     )
@@ -257,9 +257,9 @@ def _mlflow(config: Config, folder: Path) -> Sink:
     if "MLFLOW_TRACKING_URI" not in os.environ:  # by itself it writes into the folder of the code
         mlflow.set_tracking_uri(f"sqlite:///{folder.parent.absolute() / 'mlflow.db'}")
     mlflow.set_experiment(config.observe.mlflow)
-    run_id = _run_id(folder)
-    runs = mlflow.search_runs(filter_string=f"tags.areal = '{run_id}'", output_format="list")
-    mlflow.start_run(runs[0].info.run_id if runs else None, run_name=config.name, tags={"areal": run_id})
+    this_run = run_id(folder)
+    runs = mlflow.search_runs(filter_string=f"tags.areal = '{this_run}'", output_format="list")
+    mlflow.start_run(runs[0].info.run_id if runs else None, run_name=config.name, tags={"areal": this_run})
     params = [] if runs else list(_params(config.model_dump(mode="json")))  # they cannot be changed
     for begin in range(0, len(params), MLFLOW_PARAMS):
         mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
@@ -279,7 +279,7 @@ def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield NOT_MLFLOW.sub("_", prefix + name), str(value)[:LONGEST_PARAM]
 
 
-def _run_id(folder: Path) -> str:
+def run_id(folder: Path) -> str:
     """An id that stays when this run is resumed; the next run of its name, and one that has gone back, have another."""
     rollbacks = len(list((folder / "abandoned").glob("*")))
     return f"{(folder / 'journal.db').stat().st_ino:x}{f'-{rollbacks}' if rollbacks else ''}"
