@@ -18,7 +18,7 @@ export CHECK := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or \
   sys.exit("Python %d.%d is none of 3.11 to 3.13: rm -r $(VENV), then make setup PYTHON=python3.12" % sys.version_info[:2])
 export TYPED := The pages' commands begin with .venv/bin/areal; after `. .venv/bin/activate` it is areal.
 
-.PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup vision clean
+.PHONY: run test test-all test-runner kit recipes paper-mini bench coverage lint docs setup vision clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -31,6 +31,7 @@ test: setup
 test-all: setup
 	$(BIN)/python -V
 	$(PYTEST) $(ARGS)
+	$(MAKE) recipes ARGS=--quick
 	for other in $(OTHERS); do \
 	  $(MAKE) test VENV=build/python$${other%%=*} PYTHON=$${other#*=} || exit 1; \
 	done
@@ -48,6 +49,10 @@ build/triton:
 # The plan of proof for GPUs (docs/gpu.md); on CPUs its rehearsal. Continues where it was stopped. Prints a table.
 kit: setup
 	$(BIN)/python tests/gpu/kit.py $(ARGS)
+
+# Runs each recipe with three seeds, and compares how it ends (docs/results.md). Continues where it was stopped.
+recipes: setup
+	$(BIN)/areal check-recipe configs/quickstart.yaml $(dir $(wildcard configs/examples/*/run.yaml)) $(ARGS)
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup

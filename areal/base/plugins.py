@@ -38,18 +38,19 @@ def load(path: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def announce_code(folder: Path, values: Any, trust: bool) -> None:
+def announce_code(folder: Path, values: Any, trust: bool, stranger: bool = False) -> None:
     """Say which code of the user's own the configuration in a run folder names, before any of it runs.
 
-    values: the configuration. trust: whether the user has said that it may run. If the folder is another user's, and
-    `trust` is False, a person at the terminal is asked. Raises UserError if it may not run.
+    values: the configuration. trust: whether the user has said that it may run. stranger: somebody else made the
+    folder, whoever owns its files. If it is another user's, and `trust` is False, a person at the terminal is asked.
+    Raises UserError if it may not run.
     """
     names = ", ".join(dict.fromkeys(map(shown, _code_in(values))))
     if not names:
         return
     what = f"{folder / 'config.yaml'} names code that runs with your rights: {names}"
     print(f"Note: {what}.", file=sys.stderr)
-    if trust or folder.stat().st_uid == os.geteuid():
+    if trust or (folder.stat().st_uid == os.geteuid() and not stranger):
         return
     if not (sys.stdin.isatty() and input("The folder is another user's. Run it? [y/N] ").lower() in ("y", "yes")):
         raise UserError(f"The folder is another user's, and {what}: read it, then repeat the command with --trust.")

@@ -36,7 +36,7 @@ def use_avx512() -> None:
 
 def hides_avx512() -> bool:
     """Whether MKL takes this processor for one without AVX-512, which it has: it trusts Intel's alone."""
-    return "avx512f" in _cpu_flags() and _first_of_cpu("vendor_id") != "GenuineIntel"
+    return "avx512f" in _cpu_flags() and of_first_core("vendor_id") != "GenuineIntel"
 
 
 def mkl_library(folders: Sequence[Path] = ()) -> Path | None:
@@ -101,11 +101,11 @@ def without_amx() -> bool:
 
 
 def _cpu_flags() -> str:
-    return _first_of_cpu("flags") or _first_of_cpu("Features")  # the latter on Arm
+    return of_first_core("flags") or of_first_core("Features")  # the latter on Arm
 
 
 @functools.cache
-def _first_of_cpu(name: str) -> str:
+def of_first_core(name: str) -> str:
     """What /proc/cpuinfo says of the first core; of all cores it takes long on large machines."""
     with suppress(OSError), CPU.open() as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -192,12 +192,12 @@ class Journal:
         with self._connection:
             if snapshot is not None:
                 self._connection.execute("DELETE FROM events")
-                crc = _checksum("snapshot", snapshot)
+                crc = event_checksum("snapshot", snapshot)
                 self._connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (snapshot, crc))
-            rows = ((kind, body, _checksum(kind, body)) for kind, body in events)
+            rows = ((kind, body, event_checksum(kind, body)) for kind, body in events)
             self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
             if states:
-                checked = ((version, body, _checksum("state", body)) for version, body in states.items())
+                checked = ((version, body, event_checksum("state", body)) for version, body in states.items())
                 self._connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", checked)
                 # Later ones are from before the run went back to a checkpoint.
                 self._connection.execute("DELETE FROM states WHERE version > ?", (max(states),))
@@ -232,13 +232,14 @@ class Journal:
             self._failure = error
 
 
-def _checksum(kind: str, body: str) -> int:
+def event_checksum(kind: str, body: str) -> int:
+    """Of an event; kind: also `snapshot` and `state`. body: as it is stored."""
     return crc32(body.encode(), crc32(kind.encode()))
 
 
 def _body(file: Path, name: str, kind: str, body: str, crc: int) -> Any:
     """The body of an event."""
-    if crc != _checksum(kind, body):
+    if crc != event_checksum(kind, body):
         raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
     return json.loads(body)
 

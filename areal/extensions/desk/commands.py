@@ -4,6 +4,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from areal.base.command_line import CONFIG, OVERRIDES, RUN, RoomTools
+from areal.base.extensions import need
+
+RUN_OR_RECORD = RUN | {"metavar": "RUN_FOLDER|RECORD.tar.zst"}
 
 
 def declare(tools: RoomTools) -> None:
@@ -78,7 +81,7 @@ def _declare_replays(tools: RoomTools) -> None:
     summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
     epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (areal docs desk)."
     add = tools.add("replay", "commands:replay", summary, epilog).add_argument
-    add("run", **RUN)
+    add("run", **RUN_OR_RECORD)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")
     grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
     add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
@@ -90,14 +93,29 @@ def _declare_replays(tools: RoomTools) -> None:
 
     summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
     epilog = "Exit code 1: a check fails, or the record does not have what it takes (areal docs desk)."
-    add = tools.add("audit", "audit:run", summary, epilog).add_argument
-    add("run", **RUN)
+    add = tools.add("audit", "commands:audit", summary, epilog).add_argument
+    add("run", **RUN_OR_RECORD)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")
     add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
     add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
 
 
+def audit(options: Namespace) -> int:
+    if options.run.is_file():
+        return _on_record(options)
+    from areal.extensions.desk.audit import run
+
+    return run(options)
+
+
+def _on_record(options: Namespace) -> int:
+    code: int = need("recipes", "on_record", "the record of a run in one file").load()(options.run, options.trust)
+    return code
+
+
 def replay(options: Namespace) -> int:
+    if options.run.is_file():
+        return _on_record(options)
     from areal.base.plugins import announce_code
     from areal.extensions.desk.replay import FOLDER, run
     from areal.storage.disk import within

@@ -202,6 +202,8 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
     if (first or begin) and not run.checkpoints.of(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
         raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
+    if not first and os.path.isabs(run.model) and not Path(run.model).is_dir():
+        raise UserError(f"The model that {run.folder} began with is not here, {run.model}: put it back.")
     return first, last
 
 

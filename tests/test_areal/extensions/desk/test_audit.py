@@ -21,13 +21,15 @@ from safetensors.torch import load_file, save_file
 from support.tiny_training import TEMPERATURE, VOCAB, make_model
 
 from areal.__main__ import main
+from areal.base.processes import ROOT
 from areal.config import Config, dump_config, load_config
 from areal.data.warm_start import make_tokenizer
 from areal.extensions.desk.audit import Audit, AuditFinding
+from areal.extensions.recipes.run_archive import unpack
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import Batch, Event, LedgerSettings, LedgerState, event_record
-from areal.storage.journal import Journal
+from areal.storage.journal import Journal, event_checksum
 from areal.storage.records import line_of, record_of
 from areal.storage.rollouts import RolloutWriter
 from areal.training.training_engine import TrainingEngine
@@ -338,3 +340,62 @@ def test_a_run_of_several_ranks_is_trained_again_by_as_many(run, tmp_path):
     weights = findings.pop("the record gives these weights")
     assert all(finding["result"] == "holds" for finding in findings.values())
     assert [fault for fault in weights["faults"] if "give other weights, with the losses of the run" in fault]
+
+
+def exported(run: Path, file: Path, *options: str) -> Path:
+    assert main(["export-record", str(run), "--out", str(file), *options]) == 0
+    return file
+
+
+def texts_in(run: Path) -> list[str]:
+    """What a person may read in the files of a record, also in compressed columns and in the pages of the journal."""
+    tables = [pq.read_table(file) for file in run.rglob("*.parquet")]
+    columns = [f"{table.schema.metadata}{table.to_pylist()}" for table in tables]
+    return columns + [file.read_bytes().decode(errors="replace") for file in run.rglob("*") if file.is_file()]
+
+
+def test_a_record_in_one_file_names_no_place_of_the_machine_and_no_secret(run, finished, tmp_path):
+    private = f"cannot read {Path.home()}/notes.txt, {run}/weights or /usr/lib/private/x.so: --api-key aaaaaaaa"
+    event = {"time": 1.0, "actor": "master/0", "activity": private}
+    (run / "events.jsonl").write_text(line_of(event))
+    (run / "secrets.json").write_text('{"key": "secret-of-the-user"}')
+    edit(run, 1, "row", lambda rows: rows.__setitem__(0, json.dumps({"image": f"{tmp_path}/a.png"})))
+    journal = sqlite3.connect(run / "journal.db")
+    body = json.dumps({"folder": f"{tmp_path}/weights"})
+    journal.execute("INSERT INTO events (kind, body, crc) VALUES ('x', ?, ?)", (body, event_checksum("x", body)))
+    journal.commit()
+    journal.close()
+    unpack(exported(run, tmp_path / "r.tar.zst"), opened := tmp_path / "opened")
+    texts = "".join(texts_in(opened))
+    assert "cannot read {elsewhere}/notes.txt, {record}/weights or {elsewhere}/x.so: --api-key (hidden)" in texts
+    assert "{elsewhere}/a.png" in texts and "secret-of-the-user" not in texts
+    for place in (tmp_path, finished.parent, Path.home(), "/usr/lib", ROOT):
+        assert f"{place}/" not in texts, place
+
+
+def test_a_record_in_one_file_is_audited_to_the_same_weights(run, tmp_path):
+    file = exported(run, tmp_path / "r.tar.zst")
+    shutil.rmtree(run)
+    process = subprocess.run(
+        [sys.executable, "-m", "areal", "audit", str(file), "--json", str(tmp_path / "audit.json")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    report = json.loads((tmp_path / "audit.json").read_text())
+    assert process.returncode == 0 and report["ok"] and report["replayed"], process.stdout + process.stderr
+
+
+def test_a_record_leaves_out_what_does_not_fit_and_says_so(run, tmp_path, capsys):
+    exported(run, tmp_path / "r.tar.zst", "--most-mb", "0.02")
+    assert "Left out: the model, " in capsys.readouterr().out
+    assert main(["export-record", str(run), "--out", str(tmp_path / "s.tar.zst"), "--most-mb", "0.0001"]) == 2
+    assert "lacks what says how it went" in capsys.readouterr().err
+
+
+def test_code_that_a_record_names_runs_only_if_its_reader_says_so(run, tmp_path, capsys):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("objective: decoupled_ppo", "objective: os.path:join"))
+    file = exported(run, tmp_path / "r.tar.zst")
+    assert main(["audit", str(file)]) == 2
+    assert "os.path:join" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""Writes docs/results.md from the files in docs/records; run it after every change to them.
+
+A recipe's row comes from NAME.json, which `areal check-recipe --records docs/records` writes, a benchmark's from
+benchmarks/NAME.json, which tests/benchmarks/NAME.py writes. A figure without such a file does not appear.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.extensions.recipes.recipe import RunRecipe, band_text
+
+ROOT = Path(__file__).parents[2]
+PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "docs" / "records"
+REPOSITORY = "records"
+RECIPES = [ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "smollm2.yaml"]
+RECIPES += sorted(path for path in (ROOT / "configs" / "examples").iterdir() if (path / "run.yaml").exists())
+BARS = "▁▂▃▄▅▆▇█"
+# By benchmark: what its ratios compare, and their names in its JSON.
+RATIOS = {
+    "async_vs_sync": {"ratio": "asynchronous / synchronous"},
+    "vs_trl": {
+        "ratio": "ours / TRL synchronous, the fastest mode",
+        "ratio_async": "ours / TRL asynchronous, its defaults",
+        "ratio_async_unbiased": "ours / TRL asynchronous, without the bias",
+    },
+    "time_to_accuracy": {"ratio_trl": "seconds to accuracy 0.65, TRL asynchronous / ours"},
+    "generator_overhead": {"ratio": "tokens/s through the actors / bare vLLM"},
+    "bus": {
+        "ratio": "round trips, encrypted / bare pyzmq asyncio",
+        "ratio_arrays": "arrays of 1 MiB / pyzmq with CURVE",
+    },
+    "sandbox": {"ratio": "programs in the sandbox / bare"},
+}
+INTRODUCTION = """\
+# Results
+
+This page is for everyone who wants to know what came out, and to check it.
+
+<!-- Written by docs/site/results_page.py from docs/records/: run it, do not edit. -->
+
+Each row is a recipe that ran whole, on the machine that it names. *result* is the held-out accuracy after the last
+step, as the mean over the seeds with its standard error; *before* is the accuracy before the first step; *band* is
+where one more seed ends with a probability of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the
+first seed over its steps, from its lowest to its highest value.
+
+```
+.venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
+.venv/bin/areal replay docs/records/quickstart.tar.zst --sweep trainer.objective=ppo,gspo
+.venv/bin/areal check-recipe configs/quickstart.yaml --seeds 3       # does it end like this here?
+make recipes                                                         # all of them; goes on where it was stopped
+```
+
+"""
+RECORD = """
+## What a record is
+
+`areal export-record runs/NAME --out NAME.tar.zst` writes the record of a finished run as one file of at most 10 MB
+(`--most-mb`): configuration, versions and commit, metrics, evaluations, events, journal, the model that the run began
+with, rollouts, and checkpoints as far as they fit; it prints what does not. To train the run again, an audit needs
+the model and all rollouts. Secrets and paths of the machine are replaced in what the system wrote. Prompts and
+completions stay as they are: publish no record of private data. `SHA256SUMS` has the digests; a file of which a byte
+has changed is refused. What a stranger's record may do is in
+[security](security.md#what-a-configuration-and-a-run-folder-may-do).
+
+An audit that finds other weights says in which processor and packages this machine differs from that of the record,
+and up to which step the losses agree. Rounding differs between processors, and grows with the steps.
+
+`areal check-recipe FOLDER` runs a recipe with three seeds and compares how they end with its `expect.yaml`: accuracy,
+reward, `engine_gap`, minutes on the same processor, staleness, alerts. It writes NAME.json and the record of the
+first seed, and ends with exit code 1 if a run leaves its band. `--write` writes the bands.
+"""
+BENCHMARKS = """
+## Benchmarks
+
+Ratios are medians over rounds, with the least and the greatest. Each row is from the file that it links, which
+`python tests/benchmarks/NAME.py --json docs/records/benchmarks/NAME.json` writes.
+
+| benchmark | compares | ratio | rounds |
+|---|---|---|---|
+"""
+_COLUMNS = ("recipe", "model, data", "steps x samples", "result", "before", "band", "staleness (bound)", "minutes")
+_COLUMNS += ("curve", "machine", "commit", "files")
+
+
+def page() -> str:
+    """The text of docs/results.md."""
+    table = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *_rows()]
+    return "".join([INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), RECORD, *_benchmarks()])
+
+
+def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
+    for path in RECIPES:
+        recipe = RunRecipe.of(path)
+        file = RECORDS / f"{recipe.name}.json"
+        yield recipe, json.loads(file.read_text()) if file.exists() else None
+
+
+def _rows() -> Iterator[str]:
+    for recipe, figures in _recipes():
+        if figures and figures["seeds"]:
+            yield f"| {' | '.join(_cells(recipe, figures))} |"
+
+
+def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
+    seeds = figures["seeds"]
+    made_on = seeds[0]["made_on"]
+    config = recipe.config.relative_to(ROOT)
+    yield f"`{config.parent if config.name == 'run.yaml' else config}`"
+    yield f"{figures['model']}, {figures['data']}"
+    yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    yield mean_text([seed["accuracy"] for seed in seeds])
+    yield mean_text([seed["accuracy_before"] for seed in seeds])
+    yield band_text(recipe.bands["accuracy"]) if "accuracy" in recipe.bands else "no band yet"
+    mean = statistics.fmean(seed["staleness_mean"] for seed in seeds)
+    yield f"{mean:.1f}, at most {max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
+    yield ", ".join(f"{seed['minutes']:.1f}" for seed in seeds)
+    yield curve(seeds[0]["curve"])
+    yield f"{made_on['gpus'] or str(made_on['cores']) + ' cores of ' + made_on['processor']}, {made_on['instructions']}"
+    yield made_on["commit"]
+    links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
+    if figures["record"] and (RECORDS / figures["record"]).exists():
+        links.append(f"[record]({REPOSITORY}/{figures['record']})")
+    yield ", ".join(links)
+
+
+def mean_text(values: Sequence[float | None]) -> str:
+    """The mean, and its standard error over the seeds."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    error = f" ± {statistics.stdev(known) / len(known) ** 0.5:.3f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.3f}{error}"
+
+
+def curve(values: Sequence[float]) -> str:
+    """A curve as a row of bars, from the lowest to the highest value."""
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    return "".join(BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] for value in values)
+
+
+def _not_run() -> Iterator[str]:
+    lines = []
+    for recipe, figures in _recipes():
+        if not (figures and figures["seeds"]):
+            needs = recipe.run["needs"]
+            lines.append(f"* `{recipe.name}`: no band yet, not run{f'; it needs {needs}' if needs else ''}\n")
+    if lines:
+        yield "\nRecipes without a row:\n\n"
+        yield from lines
+
+
+def _benchmarks() -> Iterator[str]:
+    rows = []
+    for name, ratios in RATIOS.items():
+        file = RECORDS / "benchmarks" / f"{name}.json"
+        figures = json.loads(file.read_text()) if file.exists() else {}
+        for key, what in ratios.items():
+            if figures.get(key) is not None:
+                low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
+                spread = f" ({low:.2f} to {high:.2f})" if low else ""
+                link = f"[{name}]({REPOSITORY}/benchmarks/{name}.json)"
+                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures)} |\n")
+    if rows:
+        yield BENCHMARKS
+        yield from rows
+
+
+def _rounds(figures: Mapping[str, Any]) -> str:
+    """How often it was measured, where its file says so."""
+    seeds = {run.get("seed") for run in figures.get("runs") or () if isinstance(run, dict)}
+    return str(len(seeds) or figures.get("rounds") or "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
