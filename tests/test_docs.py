@@ -58,6 +58,13 @@ def test_no_table_is_cut_in_two(page):
     assert not cut_tables(page.read_text(encoding="utf-8")), "a blank line before these lines"
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    names = [f"extensions/{page.parent.name}.md" for page in EXTENSIONS]
+    names += [page.name for page in (ROOT / "docs").glob("*.md")]
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [name for name in names if f": {name}\n" not in navigation]
+
+
 def test_the_page_of_an_extension_is_printed_by_the_name_of_its_folder():
     from areal.base.pages import all_pages
 
