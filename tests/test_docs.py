@@ -21,7 +21,7 @@ from support.prose import measure, sentences
 
 ROOT = Path(__file__).parents[1]
 OURS = ("areal", "actors", "protocols")
-EXTENSIONS = sorted(ROOT.glob("areal/extensions/*/README.md"))
+EXTENSIONS = [*sorted(ROOT.glob("areal/extensions/*/README.md")), *sorted(ROOT.glob("actors/*/README.md"))]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *EXTENSIONS]
 
 

@@ -15,7 +15,8 @@ PAGES = ROOM / "docs"
 
 def all_pages() -> dict[str, Path]:
     """The pages of `docs/` by name, and the page of each extension by the name of its folder (`docs/` wins)."""
-    extensions = {path.parent.name: path for path in sorted(ROOM.glob("extensions/*/README.md"))}
+    folders = [*ROOM.glob("extensions/*/README.md"), *ROOM.parent.glob("actors/*/README.md")]
+    extensions = {path.parent.name: path for path in sorted(folders)}
     return extensions | {path.stem: path for path in sorted(PAGES.glob("*.md"))}
 
 

@@ -118,7 +118,7 @@ class TrainerConfig(Section):
     vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
     vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = "own"
-    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs training)"""
+    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs routing)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
     advantage: str = "normalised"

@@ -22,16 +22,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         # Their links lead into docs/, which is where their pages stand on the site.
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, page, content=with_extensions(text)))
-    for page in sorted(ROOT.glob("areal/extensions/*/README.md")):
-        text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", page.read_text(encoding="utf-8"))
-        text = text.replace("](../../../docs/", "](../")
+    for page in (*ROOT.glob("areal/extensions/*/README.md"), *ROOT.glob("actors/*/README.md")):
+        text = re.sub(r"\]\([\w./]*?(\w+)/README\.md", r"](\1.md", page.read_text(encoding="utf-8"))
+        text = re.sub(r"\]\([./]+docs/", "](../", text)
         files.append(File.generated(config, f"extensions/{page.parent.name}.md", content=text))
     return files
 
 
 def with_extensions(text: str) -> str:
     """Links to the folders of extensions lead to their pages on the site."""
-    return re.sub(r"\]\((?:\.\./)?areal/extensions/(\w+)/README\.md", r"](extensions/\1.md", text)
+    return re.sub(r"\]\((?:\.\./)?(?:areal/extensions|actors)/(\w+)/README\.md", r"](extensions/\1.md", text)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
