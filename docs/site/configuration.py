@@ -18,6 +18,7 @@ from areal.config.role_sections import EvaluatorConfig
 from areal.config.section import Section, section_in
 from areal.extensions.desk.settings_list import meanings, value_of
 from areal.extensions.fine_tuning.sft import SftConfig, SftData
+from areal.extensions.launch.cluster import ClusterConfig
 
 Listing = Callable[[str, type[Section]], Iterator[str]]
 PAGE = Path(__file__).parents[1] / "configuration.md"
@@ -51,12 +52,17 @@ a model that a run can start from. The keys of its section `trainer` are those o
 
 def page() -> str:
     """The text of docs/configuration.md: the sections and the names of their keys."""
-    return "\n".join([INTRODUCTION, COMMAND, COLUMNS, *_section("", Config, _names), *_fine_tuning()])
+    return "\n".join([INTRODUCTION, COMMAND, COLUMNS, *_section("", Config, _names), *_cluster(), *_fine_tuning()])
 
 
 def reference() -> str:
     """The page of the site: each key with its values and its meaning."""
-    return "\n".join([INTRODUCTION, COLUMNS, *_section("", Config, _keys), *_fine_tuning()])
+    return "\n".join([INTRODUCTION, COLUMNS, *_section("", Config, _keys), *_cluster(), *_fine_tuning()])
+
+
+def _cluster() -> Iterator[str]:
+    """Its keys as tables, on both pages: the section is an extension's."""
+    yield from _section("cluster.", ClusterConfig, _keys)
 
 
 def _fine_tuning() -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from areal.config.roles import ROLES
-from areal.config.section import Section, UserPath
+from areal.config.section import Section
 
 
 class NodesConfig(Section):
@@ -31,12 +31,11 @@ class ClusterConfig(Section):
     device: Literal["gpu", "cpu"] = Field("gpu", description="what the engines and the trainer compute on")
     queue: str | None = None
     """Slurm's partition, or Kueue's local queue; null: the default partition, or no queue"""
-    time: str | None = Field(None, description="Slurm's time limit, such as 24:00:00; null: that of the partition")
+    time: int | str | None = None
+    """Slurm's time limit, such as 24:00:00, or minutes; null: that of the partition"""
     image: str | None = None
     """container image. Slurm: a file .sif for apptainer, or a name for pyxis; Kubernetes and SkyPilot: a name"""
     mounts: list[str] = Field(default_factory=list, description="folders that a container on Slurm sees, as they are")
-    shared_folder: UserPath | None = None
-    """Kubernetes: where the containers see the volume with run_dir; null: /areal/runs"""
     volume: str = Field("areal-runs", description="Kubernetes: the PersistentVolumeClaim with the run folder")
     storage: str = Field("500Gi", description="Kubernetes: size of that volume, which is made if it is missing")
     accelerator: str = Field("H100", description="SkyPilot's name of the GPUs")

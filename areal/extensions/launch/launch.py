@@ -21,7 +21,6 @@ from areal.storage.disk import replace
 from areal.storage.record import has_begun
 from areal.storage.run_folder import configuration_to_resume
 
-KEYS = "keys"
 KEYS_SECONDS = 60.0
 
 
@@ -81,11 +80,6 @@ def write(planned: Launch, files: dict[str, str]) -> None:
     replace(planned.folder / CONFIG, write_yaml(planned.config.model_dump(mode="json")), mode=0o600)
     for name, text in files.items():
         replace(planned.folder / name, text, mode=0o600)
-    if not keys_folder(planned.config, planned.folder).exists():
-        command = [sys.executable, "-m", "areal", "keys", str(planned.folder / KEYS)]
+    if not planned.keys.exists():
+        command = [sys.executable, "-m", "areal", "keys", str(planned.keys)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=KEYS_SECONDS)
-
-
-def keys_folder(config: Config, folder: Path) -> Path:
-    """The folder with the keys of the run: the user's, or one in the folder of the launch."""
-    return config.network.keys or folder / KEYS

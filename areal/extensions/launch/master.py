@@ -1,6 +1,7 @@
-"""The master of a launched run, as a program: FOLDER ADDRESS.
+"""The master of a launched run, as a program: FOLDER ADDRESS [RUN_FOLDER].
 
-It starts the run whose launch is in FOLDER, or resumes it if it has begun; it listens at ADDRESS, tcp://HOST:PORT.
+It starts the run whose launch is in FOLDER, or resumes it if it has begun; it listens at ADDRESS, tcp://HOST:PORT. The
+run folder is the one around FOLDER, if none is given.
 """
 
 import os
@@ -14,13 +15,15 @@ from areal.storage.run_files import JOURNAL
 CONFIG = "run.yaml"
 
 
-def words_of(folder: Path, address: str) -> list[str]:
+def words_of(folder: Path, address: str, run: Path) -> list[str]:
     """The words of `run.py` that start or resume the run."""
-    run = folder.parent
     resume = ["--resume", str(run)] if (run / JOURNAL).exists() else []
     place = [f"master.address={address}", f"run_dir={run.parent}", f"name={run.name}"]
     return ["--role", "master", *resume, "--config", str(folder / CONFIG), *place]
 
 
 if __name__ == "__main__":
-    os.execv(sys.executable, [sys.executable, START, *words_of(Path(sys.argv[1]).absolute(), sys.argv[2])])
+    launched, at, *of = sys.argv[1:]
+    launch_folder = Path(launched).absolute()
+    run_folder = Path(*of).absolute() if of else launch_folder.parent
+    os.execv(sys.executable, [sys.executable, START, *words_of(launch_folder, at, run_folder)])

@@ -1,8 +1,8 @@
 """Which processes of a run start on which node, with which devices. Computed from the configuration alone, no I/O.
 
 The trainer has the first devices: those of one node, or as many of each of the fewest nodes that have enough.
-Generators and scorers follow, each on one node. Roles without devices go round the nodes. The master and the evaluator
-are on node 0.
+Generators and scorers follow, each on one node. Roles without devices go round the nodes, from node 0 on, where the
+master and the evaluator are, too: the run needs that node in any case.
 
 >>> nodes = ClusterConfig(nodes={"gpu": {"count": 2, "devices": 8}})
 >>> placed = place(load_config("configs/deploy/run.yaml"), nodes)
@@ -94,7 +94,7 @@ class _Room:
 
     nodes: tuple[Node, ...]
     taken: dict[int, int] = field(default_factory=dict)
-    turn: int = 0
+    turns: dict[str, int] = field(default_factory=dict)
 
     def free(self, node: Node) -> int:
         return node.devices - self.taken.get(node.number, 0)
@@ -108,12 +108,12 @@ class _Room:
         return [node for node in self.nodes if node.takes(role) and self.free(node) >= count]
 
     def next_node(self, role: str) -> Node:
-        """A node for a role without devices: each in its turn. Raises UserError."""
+        """A node for a role without devices: each in its turn, from the first on. Raises UserError."""
         nodes = [node for node in self.nodes if node.takes(role)]
         if not nodes:
             raise UserError(f"No node of cluster.nodes takes the role {role}: add it to the roles of a kind.")
-        self.turn += 1
-        return nodes[(self.turn - 1) % len(nodes)]
+        turn = self.turns[role] = self.turns.get(role, -1) + 1
+        return nodes[turn % len(nodes)]
 
 
 def place(config: Config, cluster: ClusterConfig) -> Placement:

@@ -12,14 +12,14 @@ A launch goes on like this:
 
 What a process of the job does is the same everywhere:
 
-* the master: `python -m areal.extensions.launch.master FOLDER ADDRESS` (`Launch.master`), which starts the run, or
-  resumes it if it has begun;
-* any other role: `python` and `Launch.command(process, ...)`, with CUDA_VISIBLE_DEVICES=`process.devices` on GPUs. It
-  waits for the master by itself;
+* the master: `python` and `Launch.master(...)`, which starts the run, or resumes it if it has begun;
+* any other role: `python` and `Launch.command([process], ...)`, with CUDA_VISIBLE_DEVICES=`process.devices` on GPUs.
+  It waits for the master by itself. `Launch.parts` has the processes that one command may start together on a node;
 * whoever starts them starts a process again that ends with another exit code than those in `FINAL`.
 """
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -54,6 +54,11 @@ class Launch:
         return self.run_folder / "launch"
 
     @property
+    def keys(self) -> Path:
+        """The folder with the keys of the run: the user's, or one of its own."""
+        return (self.config.network.keys or self.folder / "keys").absolute()
+
+    @property
     def port(self) -> int:
         return int(self.config.master.address.rpartition(":")[2])
 
@@ -64,21 +69,34 @@ class Launch:
         here = ((name, os.environ.get(name) if value is None else value) for name, value in named)
         return {name: value for name, value in here if value is not None}
 
-    def master(self, folder: str, address: str) -> list[str]:
+    def master(self, folder: str, address: str, run: str = "") -> list[str]:
         """The command of the master, without the Python. folder: of the launch, as the node sees it. address:
-        tcp://HOST:PORT at which the nodes reach node 0."""
-        return ["-m", "areal.extensions.launch.master", folder, address]
+        tcp://HOST:PORT at which the nodes reach node 0. run: the run folder, if it is not the one around `folder`."""
+        return ["-m", "areal.extensions.launch.master", folder, address, *filter(None, [run])]
 
-    def command(self, process: Process, address: str, rendezvous: str) -> list[str]:
-        """The command of a process, without the Python. rendezvous: HOST:PORT of the trainer's first node."""
-        role = ["--role", process.role, *process.options, "--master", address, "--wait", f"{WAIT_SECONDS}"]
+    def parts(self) -> Iterator[tuple[int, list[Process]]]:
+        """What one command starts on a node: the trainer's ranks there, a scorer, or all other roles together."""
+        for node in self.placement.nodes:
+            here = self.placement.on(node.number)
+            alone = [process for process in here if process.role == "trainer" or process.options]
+            for process in alone:
+                yield node.number, [process]
+            if together := [process for process in here if process not in alone]:
+                yield node.number, together
+
+    def command(self, processes: Sequence[Process], address: str, rendezvous: str) -> list[str]:
+        """The command of one process, or of several of a part, without the Python: a supervisor then restarts each of
+        them. rendezvous: HOST:PORT of the trainer's first node."""
+        first = processes[0]
+        roles = [word for process in processes for word in ("--role", process.role)]
+        words = [*roles, *first.options, "--master", address, "--wait", f"{WAIT_SECONDS}"]
         nodes = len(self.placement.of("trainer"))
-        if process.role != "trainer" or nodes == 1:
-            return ["-m", "areal", "run", *role]
+        if first.role != "trainer" or nodes == 1:
+            return ["-m", "areal", "run", *words]
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={self.config.name}"]
-        ranks = [f"--nnodes={nodes}", f"--nproc-per-node={len(process.devices)}"]
+        ranks = [f"--nnodes={nodes}", f"--nproc-per-node={len(first.devices)}"]
         # The dashes keep torchrun from taking --master as a short form of an option of its own.
-        return ["-m", "torch.distributed.run", *ranks, *meet, "--module", "--", "actors.start", *role]
+        return ["-m", "torch.distributed.run", *ranks, *meet, "--module", "--", "actors.start", *words]
 
 
 class Target(Protocol):

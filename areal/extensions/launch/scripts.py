@@ -1,0 +1,53 @@
+"""What targets that start roles by a script of the shell have in common: templates, and the commands of the parts."""
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from areal.extensions.launch.targets import FINAL, FINAL_OF_MASTER, Launch
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a template in this folder. `{{ value | q }}` is a word of the shell."""
+    environment = Environment(
+        loader=PackageLoader("areal.extensions.launch", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # the default is in ${#array[@]}
+        comment_end_string="#>",
+    )
+    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    return environment.get_template(template).render(values)
+
+
+def values_of(launch: Launch, python: str, run: str = "") -> dict[str, Any]:
+    """What the templates have in common. In the scripts $folder is that of the launch, $address the master's, and
+    $rendezvous where ranks meet. run: the run folder on node 0, if it is not the one around $folder."""
+    return {
+        "port": launch.port,
+        "first": min((process.node for process in launch.placement.of("trainer")), default=0),
+        "rendezvous_port": launch.cluster.rendezvous_port,
+        "master": f"{python} {_quoted(launch.master('$folder', '$address', run))}",
+        "parts": list(_parts(launch, python)),
+        "final": " ".join(map(str, FINAL)),
+        "final_of_master": " ".join(map(str, FINAL_OF_MASTER)),
+    }
+
+
+def _parts(launch: Launch, python: str) -> Iterator[dict[str, Any]]:
+    """The commands besides the master's: node, name and command of each."""
+    for node, processes in launch.parts():
+        devices = ",".join(str(device) for process in processes for device in process.devices)
+        visible = f"env CUDA_VISIBLE_DEVICES={devices} " if launch.cluster.device == "gpu" else ""
+        roles = {process.role for process in processes}
+        name = "roles" if len(roles) > 1 else "-".join((*roles, *processes[0].options[1::2]))
+        words = launch.command(processes, "$address", "$rendezvous")
+        yield {"node": node, "name": f"{name}-{node}", "command": f"{visible}{python} {_quoted(words)}"}
+
+
+def _quoted(words: list[str]) -> str:
+    """Words of the shell, in which the variables of the script stand for their values."""
+    return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
