@@ -144,7 +144,11 @@ def test_what_sbatch_says_becomes_one_sentence_with_what_to_do(said, sentence):
     [
         (Kubernetes, [], "set cluster.image"),
         (SkyPilot, [], "set weights.transport=stream"),
-        (SkyPilot, [*"trainer.ranks=16 cluster.nodes.gpu.count=4 weights.transport=stream".split()], "lower trainer.ranks"),
+        (
+            SkyPilot,
+            [*["trainer.ranks=16", "cluster.nodes.gpu.count=4", "weights.transport=stream"]],
+            "lower trainer.ranks",
+        ),
         (Slurm, ["cluster.nodes.cpu={devices: 0}"], "give cluster.nodes one kind"),
     ],
 )
@@ -158,7 +162,7 @@ STAND_IN = """\
 #!/bin/bash
 echo "$SKYPILOT_NODE_RANK|${CUDA_VISIBLE_DEVICES-}|$*" >> "$CALLS"
 for behaviour in "$CALLS".*; do
-  [[ -e $behaviour && " $* " == *" ${behaviour##*.} "* ]] && . "$behaviour"
+  [[ -e $behaviour && $* == *"${behaviour#"$CALLS".}"* ]] && . "$behaviour"
 done
 exit 0
 """
@@ -220,6 +224,6 @@ def test_what_a_killed_script_leaves_behind_starts_nothing_again(script):
 
 
 def test_a_run_that_failed_ends_its_node_with_its_exit_code(script):
-    script.behave("areal.extensions.launch.master", "exit 1\n")
+    script.behave("launch.master", "exit 1\n")
     script.behave("trainer", "exec /bin/sleep 1000\n")
     assert script.start(0) == 1
