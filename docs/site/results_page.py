@@ -98,18 +98,21 @@ def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
         recipe = RunRecipe.of(path)
         file = RECORDS / f"{recipe.name}.json"
         yield recipe, json.loads(file.read_text()) if file.exists() else None
+    names = {RunRecipe.of(path).name for path in RECIPES}
+    for file in sorted(file for file in RECORDS.glob("*.json") if file.stem not in names):  # runs of the kit for GPUs
+        yield RunRecipe(file.stem, Path(file.stem), file, {}, {}, {}), json.loads(file.read_text())
 
 
 def _rows() -> Iterator[str]:
     for recipe, figures in _recipes():
-        if figures and figures["seeds"]:
+        if figures:
             yield f"| {' | '.join(_cells(recipe, figures))} |"
 
 
 def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     seeds = figures["seeds"]
     made_on = seeds[0]["made_on"]
-    config = recipe.config.relative_to(ROOT)
+    config = recipe.config.relative_to(ROOT) if recipe.config.is_absolute() else recipe.config
     yield f"`{config.parent if config.name == 'run.yaml' else config}`"
     yield f"{figures['model']}, {figures['data']}"
     yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
@@ -146,7 +149,7 @@ def curve(values: Sequence[float]) -> str:
 def _not_run() -> Iterator[str]:
     lines = []
     for recipe, figures in _recipes():
-        if not (figures and figures["seeds"]):
+        if not figures:
             needs = recipe.run["needs"]
             lines.append(f"* `{recipe.name}`: no band yet, not run{f'; it needs {needs}' if needs else ''}\n")
     if lines:

@@ -36,6 +36,8 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from areal.devices import visible_devices  # noqa: E402
+from areal.extensions.recipes.recipe_check import write_figures  # noqa: E402
+from areal.storage.record import Record  # noqa: E402
 from areal.storage.records import read_records  # noqa: E402
 
 REHEARSAL_PATIENCE = 5
@@ -305,6 +307,7 @@ class Kit:
         largest = summary["logprob_gap_max"]
         if largest is None or not largest <= gap:
             raise StageFailed(f"log-probs of trainer and generators differ by {largest} nats (at most {gap:g})")
+        write_figures(f"kit-{name}", [Record(self.folder / "runs" / name)], self.folder / "records", 10.0)
         interrupted = sum(record["sequences_interrupted"] for record in records)
         return (
             f"{len(records)} steps, {summary['samples_trained']} samples in {summary['seconds']:.0f} s; staleness "

@@ -100,6 +100,10 @@ def test_a_run_whose_log_probs_differ_fails(tmp_path, monkeypatch, gap, ok):
         "accuracy_after": 0.6,
     }
     monkeypatch.setattr(kit, "check_accounts", lambda folder: ([{"sequences_interrupted": 3}], summary))
+    written = []
+    monkeypatch.setattr(kit, "Record", lambda folder: folder)
+    monkeypatch.setattr(kit, "write_figures", lambda name, *rest: written.append(name))
     stage = Stage("run", lambda kit: kit.judged("run"), 9)
     assert Kit(tmp_path, GPU, 1.0).make([stage]) == ok
+    assert written == ["kit-run"] * ok
     assert ("3 sequences interrupted" if ok else "at most 0.05") in lines(tmp_path)[0]["measured"]

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from areal.base.command_line import output
 from areal.base.errors import UserError
+from areal.extensions.desk.account import notation
 from areal.extensions.desk.rollout_queries import SORTED_BY, QueryStuck, Rollouts, Where, pictures_of, sql_condition
 from areal.samples.tokenizer import token_texts
 from areal.samples.trajectory import pieces
@@ -38,6 +39,8 @@ def print_rollouts(options: Namespace) -> None:
     total = sum(page.fates.values())
     shares = ", ".join(f"{fate} {count / total:.1%}" for fate, count in page.fates.items())
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
+    if (words := notation(record)) and page.rows:
+        console.print(words, highlight=False, soft_wrap=True)
     tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
         _print(row, tokenizer, [record.folder / PICTURES / name for name in pictures_of(row)], console)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def check(options: Namespace) -> int:
         runs = _sweep(recipe, folder.absolute(), options)
         if (ended := _run(recipe, runs, options.quick)) > 128:
             return ended
-        seeds = _write(recipe, runs, options.records or folder, options.most_mb)
+        finished = [Record(run.config.folder) for run in runs if run.finished]
+        seeds = write_figures(recipe.name, finished, options.records or folder, options.most_mb)
         recipe = recipe.written(seeds) if options.write else recipe
         lines = [f"{run.name} did not end" for run in runs if not run.finished]
         lines += [f"seed {seed['seed']}: {line}" for seed in seeds for line in recipe.faults(seed, options.quick)]
@@ -81,22 +83,23 @@ def _call(command: str, *changes: str) -> int:
     return subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:], *changes]).returncode
 
 
-def _write(recipe: RunRecipe, runs: list[SweptRun], folder: Path, most_mb: float) -> list[dict[str, Any]]:
-    """Write the figures of all finished runs, and the record of the first. Returns the figures."""
+def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: float) -> list[dict[str, Any]]:
+    """Write NAME.json with the figures of finished runs, and the record of the first. Returns the figures."""
+    if not records:
+        return []
     folder.mkdir(parents=True, exist_ok=True)
-    file, archive = folder / f"{recipe.name}.json", folder / f"{recipe.name}.tar.zst"
+    file, archive = folder / f"{name}.json", folder / f"{name}.tar.zst"
     earlier = {seed["run"]: seed for seed in json.loads(file.read_text())["seeds"]} if file.is_file() else {}
     seeds = []
-    for run in (run for run in runs if run.finished):
-        record = Record(run.config.folder)
-        identity = {"seed": run.config.seed, "run": record.records[-1]["run"]}
+    for record in records:
+        identity = {"seed": record.config.seed, "run": record.records[-1]["run"]}
         seeds.append(earlier.get(identity["run"]) or identity | {"made_on": machine()} | figures(record))
-    config = runs[0].config
-    if runs[0].finished and not archive.exists():
-        export_run(config.folder, archive, most_mb)
-    what = {"recipe": recipe.name, "model": Path(config.model).name, "data": config.data.named, "steps": config.steps}
-    what |= {"samples": config.batch_size * config.group_size, "seeds": seeds}
-    replace(file, json.dumps(what | {"record": archive.name if archive.exists() else None}, indent=1) + "\n")
+    if not archive.exists():
+        export_run(records[0].folder, archive, most_mb)
+    config = records[0].config
+    what = {"recipe": name, "model": Path(config.model).name, "data": config.data.named, "steps": config.steps}
+    what |= {"samples": config.batch_size * config.group_size, "record": archive.name, "seeds": seeds}
+    replace(file, json.dumps(what, indent=1) + "\n")
     return seeds
 
 
