@@ -133,11 +133,11 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
 
 def mean_text(values: Sequence[float | None]) -> str:
     """The mean, and its standard error over the seeds."""
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return "–"
-    error = f" ± {statistics.stdev(known) / len(known) ** 0.5:.3f}" if len(known) > 1 else ""
-    return f"{statistics.fmean(known):.3f}{error}"
+    error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.3f}{error}"
 
 
 def curve(values: Sequence[float]) -> str:

@@ -96,8 +96,10 @@ def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: f
         seeds.append(earlier.get(identity["run"]) or identity | {"made_on": machine()} | figures(record))
     if not archive.exists():
         export_run(records[0].folder, archive, most_mb)
-    config = records[0].config
-    what = {"recipe": name, "model": Path(config.model).name, "data": config.data.named, "steps": config.steps}
+    config, model = records[0].config, Path(records[0].settings["model"]).name
+    source = config.data.source or config.data.named
+    data = Path(source).name if Path(source).is_absolute() else source
+    what = {"recipe": name, "model": model, "data": data, "steps": config.steps}
     what |= {"samples": config.batch_size * config.group_size, "record": archive.name, "seeds": seeds}
     replace(file, json.dumps(what, indent=1) + "\n")
     return seeds

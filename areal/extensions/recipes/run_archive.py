@@ -62,11 +62,11 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
 def _check_digest(path: Path) -> None:
     if not path.is_file() or path.stat().st_size > PACKED_BYTES:
         raise _refusal(path, f"it is no file of at most {PACKED_BYTES >> 20} MiB")
-    digest, left = hashlib.sha256(), path.stat().st_size - len(_FRAME) - 32
+    digest, remaining = hashlib.sha256(), path.stat().st_size - len(_FRAME) - 32
     with path.open("rb") as file:
-        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+        while remaining > 0 and (chunk := file.read(min(remaining, _CHUNK))):
             digest.update(chunk)
-            left -= len(chunk)
+            remaining -= len(chunk)
         end = file.read()
     if end[: len(_FRAME)] != _FRAME:
         raise _refusal(path, "it does not end as `areal export-record` ends one")

@@ -65,10 +65,10 @@ def export_run(folder: Path, out: Path, most_mb: float, audit: Path | None = Non
 
 
 class _Exported:
-    """The files of a record, by their names in it. most: bytes."""
+    """The files of a record, by their names in it. limit: bytes."""
 
-    def __init__(self, record: Record, most: float, redaction: Redaction) -> None:
-        self._record, self._left, self._redaction = record, most, redaction
+    def __init__(self, record: Record, limit: float, redaction: Redaction) -> None:
+        self._record, self._left, self._redaction = record, limit, redaction
         self.files: Part = {}
         self.left_out: dict[str, str] = {}
 
