@@ -200,8 +200,8 @@ def test_the_sizes_in_the_readme_are_those_of_the_command_beside_them():
     spine = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["areal"]["size"]["spine"]
     core, tools = counts.pop("core"), counts.pop("tools")
     measured = (size.lines(ROOT / name for name in spine), core, sum(counts.values()))
-    told = [1000 * int(number) for number in re.findall(r"~(\d+)K lines", (ROOT / "README.md").read_text())]
-    assert tools and told == [pytest.approx(count, rel=0.08) for count in measured]
+    sizes = [1000 * int(number) for number in re.findall(r"~(\d+)K lines", (ROOT / "README.md").read_text())]
+    assert tools and sizes == [pytest.approx(count, rel=0.08) for count in measured]
 
 
 def test_the_first_reward_scores_as_its_page_says():

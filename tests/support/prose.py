@@ -34,9 +34,9 @@ def sentences(page: str) -> Iterator[list[str]]:
 
 def measure(pages: Iterable[str]) -> tuple[float, float, float]:
     """References and hard references in 1,000 words, and the share of sentences that begin bare."""
-    found = [words for page in pages for words in sentences(page)]
-    count = sum(map(len, found))
+    every_sentence = [words for page in pages for words in sentences(page)]
+    count = sum(map(len, every_sentence))
     references, hard = (
-        1000 * sum(word in kind for words in found for word in words) / count for kind in (REFERENCES, HARD)
+        1000 * sum(word in kind for words in every_sentence for word in words) / count for kind in (REFERENCES, HARD)
     )
-    return references, hard, sum(words[0] in BEGINNINGS for words in found) / len(found)
+    return references, hard, sum(words[0] in BEGINNINGS for words in every_sentence) / len(every_sentence)
