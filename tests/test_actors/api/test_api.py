@@ -156,9 +156,10 @@ os.getpid()
 """
 LIVE = """
 import threading
+from areal.storage.records import line_of
 step = run.version + 1
 records = (run.folder / "metrics.jsonl").open("a", buffering=1)
-threading.Timer(1.5, records.write, ['{"step": %d}\\n' % step]).start()
+threading.Timer(1.5, records.write, [line_of({"step": step})]).start()
 run.wait(step)
 """
 
