@@ -837,7 +837,8 @@ class Oracle:
 
     def check_summary(self, summary: Mapping[str, Any]) -> None:
         """The numbers of the summary are those of the journal and the batches."""
-        book, tokens = self.memory, sum(self._tokens.values())
+        book = self.memory
+        tokens = sum(self._tokens.get(v, 0) for v in range(book.version))  # the last step may not be committed
         trained = [group for v in range(book.version) for group in book.batches[v]]
         sessions = {"opened": book.sessions, "trained": sum(group in book.session_of for group in trained)}
         samples = sum(book.size(group, self.config.group_size) for group in trained)

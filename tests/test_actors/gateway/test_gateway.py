@@ -545,6 +545,16 @@ async def test_the_answer_to_a_deletion_says_what_is_deleted_and_which_steps_hav
     assert city.ledger.state.counters.discarded == {"deleted": 1}
 
 
+async def test_a_session_is_deleted_where_it_goes_on_and_nowhere_else(city):
+    city.says = ["hello"] * 2
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi")
+        status, body, _ = await other.ask("sessions/s", method="DELETE")
+        assert (status, body["error"]["code"]) == (409, "elsewhere")
+        assert (await user.say("hi", "hello", "how?"))[2]["X-Areal-Trained"] == "yes"
+        assert (await user.ask("sessions/s", method="DELETE"))[1]["deleted"] == 1
+
+
 async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
     city.says = ["hello"] * 2
     async with city.gateway() as user:

@@ -196,11 +196,11 @@ def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
     again.close()
 
 
-def calls_of(*versions: int) -> bytes:
+def calls_of(*versions: int, notes: str = "") -> bytes:
     n = len(versions)
     tokens = np.arange(n, dtype=np.int32)
     sampled = Generation(tokens, np.zeros(n, np.float32), np.array(versions, np.int32))
-    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)])
+    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)], notes)
 
 
 def versions_of(spool: Spool, *key: Any) -> list[int]:
@@ -285,6 +285,21 @@ def test_forgotten_groups_are_gone_and_unknown_ones_are_no_matter():
     assert spool.ids() == ["g1.0"]
     put(spool, make_group(0))
     assert spool.ids() == ["g1.0", "g0.0"]
+
+
+def test_once_it_is_scrubbed_nothing_of_what_was_forgotten_stands_in_any_file_of_the_spool(path: Path):
+    with closing(Spool.open(path)) as spool:
+        for number in range(3):
+            spool.put_calls(f"s{number}.0", 0, -2 - number, calls_of(5, notes=f"secret of session {number}"))
+
+        def texts() -> list[bool]:
+            content = b"".join(file.read_bytes() for file in path.parent.iterdir())
+            return [f"secret of session {number}".encode() in content for number in range(3)]
+
+        assert all(texts())
+        spool.forget(["s0.0", "s2.0"])
+        spool.scrub()
+        assert texts() == [False, True, False]
 
 
 def test_the_file_stays_as_large_as_what_is_in_it_at_once(path: Path):
