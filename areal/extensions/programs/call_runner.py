@@ -10,6 +10,7 @@ Programs may use, without importing them, the modules and names that LeetCode an
 """
 
 import builtins
+import contextlib
 import itertools
 import json
 import os
@@ -33,6 +34,8 @@ def builtins_of_programs():
     """Python's built-in names, and before them those of MODULES. The program's own names hide them."""
     names: dict[str, object] = {}
     exec("".join(f"from {name} import *\n" for name in MODULES) + f"import {', '.join(MODULES)}", names)
+    with contextlib.suppress(ImportError):  # it is no part of Python
+        exec("import sortedcontainers\nfrom sortedcontainers import *", names)
     return names | vars(builtins)
 
 

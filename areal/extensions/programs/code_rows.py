@@ -31,6 +31,7 @@ import ast
 import base64
 import contextlib
 import json
+import math
 import re
 import sys
 import zlib
@@ -219,13 +220,21 @@ def solutions_of(row: Row) -> list[str]:
 # --- the formats
 
 
+class _Infinities(ast.NodeTransformer):
+    """`inf`, which LeetCodeDataset imports for its tests, becomes a number."""
+
+    def visit_Name(self, name: ast.Name) -> ast.expr:
+        return ast.Constant(math.inf) if name.id == "inf" else name
+
+
 def _of_method(method: str, test: str, row: Row) -> Tests:
     """LeetCodeDataset: asserts of what a method returns for arguments by name, which stand in the order of its own."""
     calls: list[tuple[list[Any], Any]] = []
     for node in ast.walk(ast.parse(test if is_python(test) else "")):
         match node:
             case ast.Assert(ast.Compare(ast.Call(ast.Name("candidate"), [], keywords), [ast.Eq()], [result])):
-                values = [_parsed(ast.unparse(value)) for value in (*(part.value for part in keywords), result)]
+                places = *(part.value for part in keywords), result
+                values = [_parsed(ast.unparse(_Infinities().visit(value))) for value in places]
                 calls.append((values[:-1], values[-1]))
             case ast.Assert():
                 raise RewardError(f"the row's test does more than compare what {method} returns: {ast.unparse(node)}")

@@ -384,6 +384,16 @@ async def test_results_that_json_does_not_know_are_right(code, program, expected
     assert (await code.score("", f"def f(x): {program}", row))[0] == 1.0
 
 
+async def test_infinite_results_and_sorted_lists_of_leetcode_are_right(code):
+    """As in Solution().findXSum and Solution().minimumSumSubarray of LeetCodeDataset."""
+    asserts = "assert candidate(xs = [3, 1]) == [1, 3, inf]\n    assert candidate(xs = []) == [-inf]"
+    test = f"def check(candidate):\n    {asserts}"
+    row = {"prompt": "from math import *\n", "entry_point": "Solution().f", "test": test}
+    program = "class Solution:\n    def f(self, xs):\n        return [*SortedList(xs), inf] if xs else [-inf]"
+    assert (await code.score("", program, row))[0] == 1.0
+    assert (await code.score("", program.replace("else [-inf]", "else [inf]"), row))[0] < 1.0
+
+
 async def test_tests_that_look_for_warnings_are_judged_beside_the_program_or_not_at_all(code, anywhere):
     row = {"test": "import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        f()"}
     right = "import warnings\ndef f(): warnings.warn('w')"
