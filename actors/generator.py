@@ -335,7 +335,7 @@ class Generator(Actor):
         self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = ANY_SAMPLING.model_copy(update={name: getattr(new, name) for name in SAMPLING})
+        sampling = ANY_SAMPLING.model_copy(update={name: getattr(new, name) for name in SAMPLING}).with_seed(new.seed)
         self._sequences[name] = sender
         try:
             await self._loaded.until(

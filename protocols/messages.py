@@ -432,7 +432,8 @@ class JobFailed(Part):
 class NewSequence(Part):
     """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
     `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `cache_salt`: it shares the
-    KV cache of a prefix with sequences of the same one alone. `whole`: the asker reads no token before the last."""
+    KV cache of a prefix with sequences of the same one alone. `whole`: the asker reads no token before the last.
+    `seed`: of its own random numbers; None: it shares the engine's."""
 
     job: int
     prompt: int
@@ -446,6 +447,7 @@ class NewSequence(Part):
     first_version: int | None = None
     cache_salt: Name = ""
     whole: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")

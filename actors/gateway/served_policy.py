@@ -1,5 +1,6 @@
 """The policy as users are served: its sampling, the generators that serve it, and the log-probs of texts."""
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from areal.samples.trajectory import TokenScores
 from protocols.bus_errors import BusError, RefusedError
 from protocols.messages import AskLogprobs, Logprobs, Member
 
-# For the log-probs of a prompt.
+# To find a generator for the log-probs of a prompt, and for these.
 SCORE_SECONDS = 60.0
 
 
@@ -46,10 +47,11 @@ class ServedPolicy:
 
     async def score(self, tokens: list[int], top_k: int) -> TokenScores:
         """The log-probs of these tokens, and of the `top_k` likeliest ones at each place. Raises ApiError."""
-        loads = self._sampling.dispatch.loads.requests
-        generator = min(self.generators(), key=lambda member: loads[member.identity], default=None)
-        if generator is None:
-            raise ApiError("no generator is there now: try again later", "no_version", 503)
+        self.generators()
+        none_yet = partial(ApiError, code="no_version", status=503)
+        with explain(TimeoutError, "no generator is there now: try again later", none_yet):
+            async with asyncio.timeout(SCORE_SECONDS):
+                generator = await self._sampling.dispatch.choose("generator")
         ask = AskLogprobs(lineage=0, version=0, tokens=np.array(tokens, np.int32), top_k=top_k)
         with (
             explain(RefusedError, "the prompt cannot be scored: {why}", ApiError),

@@ -340,6 +340,9 @@ class SessionCall(OpenSample):
             self.version = int(answer.sampled.versions[0])
         return answer
 
+    def name_caller(self, caller: str, names: Sequence[str]) -> None:
+        """The name is that of the session."""
+
     def headers(self) -> dict[str, str]:
         return {
             "X-Session-Id": self.session.name,

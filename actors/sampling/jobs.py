@@ -5,6 +5,7 @@ scores begins anew at another actor.
 """
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -111,11 +112,17 @@ class SampleState:
         self.generators: dict[str, None] = {}
         self.closed = False
         self._on_start = on_start
+        self._draws = itertools.count()
 
     @property
     def room(self) -> int:
         """The number of tokens that the sample may still sample."""
         return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
+
+    def next_seed(self) -> int | None:
+        """The seed of the next call: calls of one sample differ."""
+        seed = self.sampling.seed
+        return None if seed is None else (seed + next(self._draws)) % 2**63
 
     async def place(self, choose: Choose) -> Member:
         """The generator of the next call. Raises SampleFailed if there is none."""
@@ -153,6 +160,7 @@ class Call(Job):
         self._prompt = prompt
         self._limit = limit
         self._keep = keep
+        self._seed = sample.next_seed()
         self._table = TokenTable()
 
     @staticmethod
@@ -172,6 +180,7 @@ class Call(Job):
                     first_version=call.sample.first_version,
                     cache_salt=call.sample.cache_salt,
                     whole=call._keep is None,
+                    seed=call._seed,
                 )
             )
         tokens_of_all = tuple(tokens for _, tokens in prompts.values())

@@ -65,6 +65,7 @@ class SampleSession(SampleState):
         self.shown: Mapping[str, Message] = {part["digest"]: part for part in self._of_row}
         self.pictures = {part["digest"]: file for part, file in zip(self._of_row, row.pictures, strict=True)}
         self.reward_parts: dict[str, float] = {}
+        self._of_agents: dict[str, list[float]] = {}  # rewards of each, by name
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []
         self._finished: list[_CallKey] = []  # for each of `calls`
@@ -162,6 +163,14 @@ class SampleSession(SampleState):
 
     def reward(self, call: Generation, value: float) -> None:
         self.forest.reward(call, value)
+
+    def credit(self, calls: Sequence[Generation], value: float | None, agent: str = "") -> None:
+        for call in calls:
+            self.forest.credit(call, value, agent)
+        if agent and value is not None:
+            of_agent = self._of_agents.setdefault(agent, [])
+            of_agent.append(value)
+            self.reward_parts[agent] = sum(of_agent) / len(of_agent)
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         settings = self._services.config.reward

@@ -49,7 +49,7 @@ from areal.training.algorithms.advantages import compares_group, rehearse_estima
 from areal.weights.model_files import model_files, weight_sizes
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
-from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate, writes_calls
 from areal.workflows.conversation import check_shown, user
 
 # How long an engine's library may take to load: 6 s on a machine that is free.
@@ -320,6 +320,11 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     if config.rollout_manager.needs_parsers:
         check_parsers(config, folder)
     tokenizer = load_tokenizer(str(folder), config.data)
+    if config.rollout_manager.may_need_parsers and writes_calls(tokenizer):
+        try:
+            check_parsers(config, folder)
+        except UserError as error:
+            print(f"Note: samples fail if the agent offers tools. {error}", file=sys.stderr)
     workflow = config.rollout_manager.workflow
     for text in texts_of(workflow, config.rollout_manager.workflow_options):
         if character := missing_character(tokenizer, text):

@@ -181,6 +181,7 @@ class Trial:
         self.services, self._row, self._rewards = services, row, rewards
         self._parsers = _Recorded(services.tokenizer, *names, config.data.chat_template_kwargs)
         self._refused: list[str] = []
+        self._unread = ""  # why no parser reads the calls of tools
         tools["parsers"] = self._parsers
         tools["endpoint"] = OpenAIEndpoint(config.model, config.rollout_manager.endpoint_host, self._refused.append)
         self._session = SampleSession(services, row, config.sampling)
@@ -204,7 +205,15 @@ class Trial:
         used.push_async_callback(services.close)
         trial = cls(row, services, noted)
         await services.load_parsers()
+        if config.rollout_manager.may_need_parsers:
+            await asyncio.to_thread(trial._look_at_parsers)
         return trial
+
+    def _look_at_parsers(self) -> None:
+        try:
+            self._parsers.load()
+        except UserError as error:
+            self._unread = f"{error}"
 
     @property
     def parser(self) -> str:
@@ -240,6 +249,8 @@ class Trial:
 
     def _warnings(self, trained: Trajectory | None) -> Iterator[str]:
         services = self.services
+        if self._unread:
+            yield f"A sample fails if its agent offers tools. {self._unread}"
         yield from (f"The endpoint refused a request: {request}" for request in self._refused)
         if trained is not None and (penalty := services.overlong(trained)):
             yield f"reward.overlong_tokens has lowered the reward by {penalty:g}."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from areal.config.engine_options import devices_of, vllm_conflicts
 from areal.config.section import Section, UserPath, temperature_conflicts
@@ -21,6 +21,19 @@ class SamplingConfig(Section):
     """no stop token is drawn before a sample has so many tokens, over all its turns; above 0 as for `top_p`"""
     stop: list[str] = Field(default_factory=list)
     """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
+
+    _seed: int | None = PrivateAttr(None)
+
+    @property
+    def seed(self) -> int | None:
+        """Of the random numbers of one request alone, from 0; None: an engine's one stream of them, as in training."""
+        return self._seed
+
+    def with_seed(self, seed: int | None) -> Self:
+        """The same sampling with this seed."""
+        seeded = self.model_copy()
+        seeded._seed = seed
+        return seeded
 
     @property
     def left_out(self) -> tuple[str, ...]:

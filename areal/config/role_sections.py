@@ -71,6 +71,11 @@ class RolloutManagerConfig(Section):
         named = self.reasoning_parser is not None or self.tool_call_parser != AUTO_PARSER
         return named or self.workflow in OFFER_TOOLS
 
+    @property
+    def may_need_parsers(self) -> bool:
+        """Whether turns are read by vLLM's parsers if the workflow offers tools, which its first call shows."""
+        return not self.needs_parsers and (self.workflow in ("agent", "verifiers") or self.is_own)
+
 
 class EvaluatorConfig(Section):
     """Scores held-out rows and benchmarks at the first and the last version, and at every k-th version between them.

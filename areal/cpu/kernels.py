@@ -33,6 +33,21 @@ if without_amx():
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+class RestartingGenerator(torch.Generator):
+    """The random numbers of a request with a seed. vLLM takes a draw back if its step sampled no token, as in the midst
+    of a long prompt. torch cannot do that on the CPU. Here the numbers begin anew, as no token was drawn before."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.manual_seed(self.initial_seed())
+
+
+# vLLM makes generators by this name alone.
+torch.Generator = RestartingGenerator  # type: ignore[misc]
+
+
 def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
     return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % NORM_LANES == 0
 

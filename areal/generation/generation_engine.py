@@ -231,6 +231,7 @@ class GenerationEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            seed=sampling.seed,
             logprobs=self._model.kept_words,
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
@@ -678,7 +679,6 @@ class _Sequence:
 def _sampling_params(stop_tokens: tuple[int, ...] = (), whole: bool = False, **settings: float) -> SamplingParams:
     from vllm import SamplingParams
 
-    # No per-request seed: it crashes the CPU engine.
     options: dict[str, Any] = {"logprobs": 0, "detokenize": False} | settings
     params = SamplingParams(**options, stop_token_ids=list(stop_tokens))
     params.extra_args = {"whole": True} if whole else None

@@ -38,6 +38,7 @@ COLUMNS = {
     "kept_words": Column(np.int32, unsampled=NO_WORD, wide=True),
     "kept_logprobs": Column(np.float32, wide=True),
     "returns": Column(np.float64, unsampled=None, missing="reward"),
+    "agents": Column(np.int32, missing=0),
     "teacher_logprobs": Column(np.float32),
     "reference_logprobs": Column(np.float32),
     "teacher_top_tokens": Column(np.int32, wide=True),
@@ -54,6 +55,7 @@ kept_words: [T, k], the words that each sampled token was drawn from, likeliest 
 like leaves words out and the loss compares policies; `NO_WORD` fills a row. kept_logprobs: [T, k], log pi_behav of
 these words, for `score_centring`; 0 for `NO_WORD`.
 returns: what each sampled token is credited with, in place of the reward of its sample.
+agents: which of several agents the policy played when it sampled a token, a number from the agent's name; 0: none.
 teacher_logprobs, reference_logprobs: the log-prob of each sampled token, given those before it in its branch, under the
 model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the tokens
 that are likeliest there for the teacher, and their log-probs (`trainer.teacher_top_k`).

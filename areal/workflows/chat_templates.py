@@ -208,6 +208,14 @@ def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> 
     return question, {"role": "assistant", "content": "", "tool_calls": requests}, results
 
 
+def writes_calls(tokenizer: Any) -> bool:
+    """Whether the chat template writes calls of tools, or refuses them."""
+    try:
+        return bool(tokenizer.chat_template and ChatTemplate(tokenizer, [EXAMPLE_TOOL]).example_calls())
+    except ValueError:
+        return True
+
+
 def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages with placeholders for what was sampled: with calls, whose arguments are an object or text, and then
     without calls. Each suits some templates."""

@@ -7,6 +7,7 @@ shortens its history, calls itself or asks the same twice is one sample, and not
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
@@ -28,11 +29,15 @@ class _Path:
 
 
 class Forest:
-    """See the module. `calls`: the answers, in the order in which they came. `rewards`: those of calls, by number."""
+    """See the module. `calls`: the answers, in the order in which they came. `rewards`: those of calls, by number.
+    `credits`: what calls are credited with in place of the sample's rewards, by number; None: they are not trained.
+    `agents`: the column `agents` of their tokens."""
 
     def __init__(self) -> None:
         self.calls: list[Generation] = []
         self.rewards: dict[int, float] = {}
+        self.credits: dict[int, float | None] = {}
+        self.agents: dict[int, int] = {}
         self._paths: list[_Path] = []
 
     def add(self, prompt: np.ndarray, sampled: Generation, pictures: np.ndarray | None = None) -> None:
@@ -50,19 +55,23 @@ class Forest:
 
     def reward(self, call: Generation, value: float) -> None:
         """Set the reward of a call. Raises ValueError if `call` is not an answer of this sample."""
-        number = next((i for i, answer in enumerate(self.calls) if answer is call), None)
-        if number is None:
-            raise ValueError("a reward was given to a call that this sample does not have, or that sampled no token")
-        self.rewards[number] = float(value)
+        self.rewards[self._number(call)] = float(value)
+
+    def credit(self, call: Generation, value: float | None, agent: str = "") -> None:
+        """Credit a call with `value` in place of the sample's rewards, or do not train it. Raises as `reward`."""
+        number = self._number(call)
+        self.credits[number], self.agents[number] = value, crc32(agent.encode()) >> 1
 
     def trajectory(self, reward: float | None, credit: Credit, discount: float) -> Trajectory:
         """The sample. Its reward is `reward`, or 0 for None, plus the rewards of all calls.
 
         Tokens are credited with, for `credit`: "sample", the sample's reward; "call", `reward` plus the reward of their
         call; "return_to_go", the rewards of their call and of later ones, and `reward` as if the last call had it. Here
-        a reward is multiplied by `discount` for each call between.
+        a reward is multiplied by `discount` for each call between. Calls with `credits` have these.
         Raises ValueError if nothing was sampled, if there is no reward at all, or if one is not a valid score.
         """
+        if None in self.credits.values():
+            return self._trained().trajectory(reward, credit, discount)
         if not self.calls:
             raise ValueError("nothing was sampled")
         if reward is None and not self.rewards:
@@ -70,16 +79,39 @@ class Forest:
         order = list(self._order())
         columns = joined(path.table.view(path.shared) for path in order)
         total = (reward or 0.0) + sum(self.rewards.values())
-        credits = self._credits(reward or 0.0, total, credit, discount)
+        of_calls = self._credits(reward or 0.0, total, credit, discount)
+        credits = [total if (own := self.credits.get(n, value)) is None else own for n, value in enumerate(of_calls)]
         branches = tuple(Branch(path.shared, len(path.table) - path.shared) for path in order)
         if any(value != total for value in credits):
-            columns["returns"] = self._returns(order, credits)
+            columns["returns"] = self._of_calls(order, credits)
+        if any(self.agents.values()):
+            agents = [self.agents.get(number, 0) for number in range(len(self.calls))]
+            columns["agents"] = self._of_calls(order, agents).astype(np.int32)
         finish = self.calls[-1].finish or "length"
         return Trajectory(**columns, reward=total, finish=finish, branches=branches if len(branches) > 1 else ())
 
     def places(self) -> list[int]:
         """The numbers of the calls in the order in which `trajectory` has their tokens."""
         return [number for path in self._order() for number, _ in path.calls]
+
+    def _number(self, call: Generation) -> int:
+        number = next((i for i, answer in enumerate(self.calls) if answer is call), None)
+        if number is None:
+            raise ValueError("a reward was given to a call that this sample does not have, or that sampled no token")
+        return number
+
+    def _trained(self) -> "Forest":
+        """A forest of the calls that are trained, in whose prompts all others are as text that was given."""
+        prompts = {number: path.table.view(0, place) for path in self._paths for number, place in path.calls}
+        forest = Forest()
+        for number, call in enumerate(self.calls):
+            if self.credits.get(number, 0.0) is None:
+                continue
+            forest.add(prompts[number].tokens, call, prompts[number].pictures)
+            for name in ("rewards", "credits", "agents"):
+                if number in (of_all := getattr(self, name)):
+                    getattr(forest, name)[len(forest.calls) - 1] = of_all[number]
+        return forest
 
     def _longest(self, prompt: TokenTable) -> tuple[_Path | None, int]:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
@@ -119,11 +151,12 @@ class Forest:
             rewards[number] += discount * rewards[number + 1]
         return rewards
 
-    def _returns(self, order: Sequence[_Path], credits: Sequence[float]) -> np.ndarray:
-        returns, start = np.zeros(sum(len(path.table) - path.shared for path in order)), 0
+    def _of_calls(self, order: Sequence[_Path], values: Sequence[float]) -> np.ndarray:
+        """float64 [T], each call's value for its tokens, and 0 for those that were not sampled."""
+        column, start = np.zeros(sum(len(path.table) - path.shared for path in order)), 0
         for path in order:
             for number, place in path.calls:
                 begin = start + place - path.shared
-                returns[begin : begin + len(self.calls[number].tokens)] = credits[number]
+                column[begin : begin + len(self.calls[number].tokens)] = values[number]
             start += len(path.table) - path.shared
-        return returns
+        return column

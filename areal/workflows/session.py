@@ -52,6 +52,10 @@ class Session(Protocol):
         """Set the reward of a call, beside the sample's. `reward.credit` says what it counts for. Raises ValueError if
         `call` is none of `calls`."""
 
+    def credit(self, calls: Sequence[Generation], value: float | None, agent: str = "") -> None:
+        """Credit these calls with `value` in place of the sample's rewards: the reward of an agent, one of several, and
+        a part of the sample's reward by the name `agent`. None: they are not trained. Raises as `reward`."""
+
     def trajectory(self, reward: float | None = None) -> Trajectory:
         """All calls of the sample: each sampled token once, whether they are turns of one conversation or of many.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class Recorded:
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()
+        self.agents: list[tuple[str, float | None]] = []
         self.shown: dict[str, Any] = {}
         self.sandboxes = Sandboxes("test", Programs(SandboxConfig()))
         self._credit = credit, discount
@@ -75,6 +77,11 @@ class Recorded:
 
     def reward(self, call: Generation, value: float) -> None:
         self.forest.reward(call, value)
+
+    def credit(self, calls: Sequence[Generation], value: float | None, agent: str = "") -> None:
+        for call in calls:
+            self.forest.credit(call, value, agent)
+        self.agents.append((agent, value))
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         return self.forest.trajectory(reward, *self._credit)

@@ -189,7 +189,11 @@ async def agent(
             await asyncio.wait({work}, timeout=END_SECONDS)
     if not session.calls:
         raise AgentFailed("the agent ended without a single call to the policy")
-    rewards = api.chat.rewards if reward is None else api.chat.rewards | {None: reward}
+    rewards, of_agents = dict(api.chat.rewards), [*api.chat.agent_rewards.values()]
+    if reward is None and of_agents and None not in rewards:
+        reward = sum(of_agents) / len(of_agents)
+    if reward is not None:
+        rewards[None] = reward
     if not rewards:
         return session.trajectory(await session.score(api.chat.last_text))
     if not agent_reward:
@@ -197,5 +201,6 @@ async def agent(
             f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
             f"None, or set {_WHERE}.agent_reward=true"
         )
-    _check_rewards(list(rewards.values()), *reward_range or REWARD_RANGE)
+    for together in ([*rewards.values()], *([value] for value in of_agents)):
+        _check_rewards(together, *reward_range or REWARD_RANGE)
     return session.trajectory(rewards.get(None))

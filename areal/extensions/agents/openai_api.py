@@ -80,6 +80,8 @@ _SWITCHES = {
     "web_fetch_2": "in Claude Code, its settings' permissions.deny has to have WebFetch",
     "web_search": 'in Codex, set web_search = "disabled"',
     "custom": "in Codex, it is apply_patch: set features.apply_patch_freeform = false, or no apply_patch_tool_type",
+    "namespace": "in Codex, these are tools of sub-agents (start it with --disable multi_agent) or of MCP servers",
+    "image_generation": "in Codex, start it with --disable image_generation, and with a key in place of a login",
     "local_shell": "Codex sends it for the model codex-mini-latest: name another model, and it sends a function",
 }
 
@@ -109,9 +111,9 @@ class SamplingFields(BaseModel, extra="allow"):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, AfterValidator(lambda top_k: 0 if top_k == -1 else top_k)] = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Annotated[int | None, AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**63)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -147,9 +149,8 @@ class SamplingFields(BaseModel, extra="allow"):
     def changed(self, sampling: SamplingConfig) -> SamplingConfig:
         """The sampling with what the request says instead. Raises ApiError."""
         fields = {name: value for name, value in self.sampling_fields.items() if name in SamplingConfig.model_fields}
-        fields |= {"top_k": 0} if fields.get("top_k") == -1 else {}
         try:
-            return SamplingConfig.model_validate(sampling.model_dump() | fields)
+            return SamplingConfig.model_validate(sampling.model_dump() | fields).with_seed(self.seed)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise ApiError(f"{'.'.join(map(str, first['loc'])) or 'sampling'}: {first['msg']}", "sampling") from None
@@ -159,11 +160,11 @@ class SamplingFields(BaseModel, extra="allow"):
         for name, value in self.sampling_fields.items():
             if name == "chat_template_kwargs":
                 continue
-            if name == "seed" and not sampling.temperature:
-                continue  # nothing is drawn
+            if name == "seed" and (not sampling.temperature or value == sampling.seed):
+                continue  # nothing is drawn, or from random numbers of the request's own
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
-            elif (run := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, run, value) == ("top_k", 0, -1):
+            elif (run := getattr(sampling, name, NEUTRAL.get(name))) == value:
                 continue
             elif name in NEUTRAL:
                 reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
@@ -227,7 +228,8 @@ class ChatSession:
 
     session: makes the calls. most_characters: of a call's messages and tools. last_text: the text of the last answer,
     without tool calls and thinking. rewards: those that the agent has given, by the id of the answer, or None for the
-    sample. failure: set to the error if a generation of this sample fails.
+    sample. agent_rewards: those of each of several agents, by the name that its calls have. failure: set to the error
+    if a generation of this sample fails.
     """
 
     def __init__(self, session: Session, most_characters: int = MAX_CHARACTERS) -> None:
@@ -241,6 +243,8 @@ class ChatSession:
         self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""
         self.rewards: dict[str | None, float] = {}
+        self.agent_rewards: dict[str, float] = {}
+        self._callers: dict[str, list[str]] = {}  # ids of answers, by the names that their calls have
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     async def complete(
@@ -288,6 +292,20 @@ class ChatSession:
                 raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
             self.session.reward(sampled, value)
         self.rewards[answer] = value
+
+    def name_caller(self, caller: str, names: Sequence[str]) -> None:
+        """The answers with these ids are of calls with this name, which one of several agents gives its calls."""
+        self._callers.setdefault(caller, []).extend(names)
+
+    def credit_caller(self, caller: str, value: float | None, agent: str) -> None:
+        """Set the reward of all calls so far with this name, as `Session.credit` does. Raises ApiError."""
+        names = self._callers.get(caller, ())
+        if not names and value is not None:
+            raise ApiError(f"this sample has no call whose header X-Session-Id is {caller!r:.80}")
+        answers = [self._answers[name] for name in names if name in self._answers]
+        self.session.credit([sampled for sampled in answers if len(sampled.tokens)], value, agent)
+        if value is not None:
+            self.agent_rewards[caller] = value
 
     def _prompt(
         self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]

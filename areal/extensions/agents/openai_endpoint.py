@@ -12,15 +12,16 @@ import logging
 import secrets
 import ssl
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from areal.base.errors import explain
 from areal.extensions.agents import anthropic_api, openai_api
@@ -57,12 +58,23 @@ NO_REWARD = (
 
 
 class RewardRequest(BaseModel):
-    """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the answer whose reward it is, or
-    None for the sample's."""
+    """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the answer whose reward it is.
+    session: the header X-Session-Id of the calls whose reward it is, and `agent` the name of who made them; without a
+    reward they are not trained. With neither it is the sample's reward."""
 
-    reward: float
+    reward: float | None
     key: str = ""
     call: str | None = None
+    session: str | None = None
+    agent: str = ""
+
+    @model_validator(mode="after")
+    def _check_subject(self) -> Self:
+        if self.call and self.session:
+            raise PydanticCustomError("subject", "a reward is of a call or of a session, not of both")
+        if self.reward is None and not self.session:
+            raise PydanticCustomError("subject", "only a session can be without a reward, and is then not trained")
+        return self
 
 
 @dataclass
@@ -78,6 +90,11 @@ class OpenSample:
     async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
         """See ChatSession.complete."""
         return await self.chat.complete(request, name, on_text)
+
+    def name_caller(self, caller: str, names: Sequence[str]) -> None:
+        """The answers with these ids are of one of several agents, which gives its calls this name, or none."""
+        if caller:
+            self.chat.name_caller(caller, names)
 
     def headers(self) -> dict[str, str]:
         """Those of its answers, as far as is known when they begin."""
@@ -207,7 +224,10 @@ class OpenAIEndpoint(Tool):
         sample, body = await self._read(request, RewardRequest)
         if body.key != sample.reward_key:
             raise ApiError(NO_REWARD, "not_the_reward_key", 403)
-        sample.chat.give_reward(body.reward, body.call)
+        if body.session:
+            sample.chat.credit_caller(body.session, body.reward, body.agent)
+        elif body.reward is not None:
+            sample.chat.give_reward(body.reward, body.call)
         return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -289,6 +309,7 @@ async def _answer(request: web.Request, sample: OpenSample, reply: Reply) -> web
     calls = [asyncio.create_task(sample.complete(reply.request, name, on_text)) for name in reply.names]
     calls[0].add_done_callback(lambda _: pieces.put_nowait(None))
     sample.calls.update(calls)
+    sample.name_caller(request.headers.get("X-Session-Id", ""), reply.names)
     try:
         if reply.request.stream:
             return await _stream(request, sample, reply, pieces, calls[0])

@@ -6,10 +6,11 @@ parser may have the name of its marks (`<seed:tool_call>`).
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,23 +21,51 @@ from areal.workflows.chat_templates import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, Chat
 
 # Fits any tokenizer.
 HERMES = "hermes"
+_EXAMPLE_NAME, _EXAMPLE_VALUE = EXAMPLE_TOOL["function"]["name"], EXAMPLE_ARGUMENTS["argument"]
+# <tool_call>, [TOOL_CALLS]
+_MARK = r"<[^<>\s]+>|\[[A-Z_]+\]"
 
 Read = Callable[[str, Generation], tuple[str, list[dict[str, Any]]]]
 """The text and the calls of a turn, by the parser of this name. May raise anything."""
 
 
-def fitting_parser(name: str, tokenizer: Any, names: Iterable[str], read: Read) -> str:
-    """The parser for this model: `name`, or for `auto` the best of `names`. If the chat template writes no calls, any
-    parser fits. Raises UserError if this parser does not read what the chat template writes."""
-    turns: list[list[int]] = []
+class Marks(NamedTuple):
+    """What stands around a call in a turn: `begins` before the name of its tool, and `end` after its arguments."""
+
+    begins: tuple[str, ...]
+    end: str
+
+    def are_closed(self, text: str) -> bool:
+        """Whether no call of the text lacks its end."""
+        return text.rfind(self.end) > max(map(text.rfind, self.begins))
+
+
+def marks_of(example: str) -> Marks | None:
+    """The marks around an example call; None if there are none."""
+    before, after = example.partition(_EXAMPLE_NAME)[0], example.rpartition(_EXAMPLE_VALUE)[2]
+    begins, end = re.findall(_MARK, before) or before.split()[:1], re.search(rf"({_MARK}|\S)\s*$", after)
+    return Marks(tuple(begins), end[1]) if begins and end else None
+
+
+def example_turns(name: str, tokenizer: Any) -> list[Generation]:
+    """Turns with an example call as the policy would write it; none if the chat template writes no calls. Raises
+    UserError if the template refuses them, unless a parser is named."""
+    if not tokenizer.chat_template:
+        return []
     refused = "{why}: set data.chat_template to a template that takes the calls of tools."
     with explain(ValueError, refused) if name == AUTO_PARSER else suppress(ValueError):
-        turns = ChatTemplate(tokenizer, [EXAMPLE_TOOL]).example_calls() if tokenizer.chat_template else []
+        return [*map(_turn, ChatTemplate(tokenizer, [EXAMPLE_TOOL]).example_calls())]
+    return []
+
+
+def fitting_parser(name: str, tokenizer: Any, turns: Sequence[Generation], names: Iterable[str], read: Read) -> str:
+    """The parser for these turns of a model: `name`, or for `auto` the best of `names`; any fits if there are none.
+    Raises UserError if this parser does not read the call of the turns."""
     if not turns:
         return HERMES if name == AUTO_PARSER else name
-    written = tokenizer.decode(turns[0])
+    written = tokenizer.decode(turns[0].tokens)
     order = sorted(names, key=lambda one: (one != HERMES, one.partition("_")[0] not in written, one))
-    fitting, lacking = _fitting(order, [_turn(tokens) for tokens in turns], read)
+    fitting, lacking = _fitting(order, turns, read)
     if name in fitting or (name != AUTO_PARSER and not fitting):
         return name
     calls = f"the calls that the model's chat template writes, such as {written!r:.200}"

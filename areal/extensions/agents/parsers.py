@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from areal.base.errors import UserError
 from areal.config.role_sections import AUTO_PARSER
-from areal.extensions.agents.parser_choice import fitting_parser
+from areal.extensions.agents.parser_choice import Marks, example_turns, fitting_parser, marks_of
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import EXAMPLE_TOOL
 from areal.workflows.tools import Tool, Tools
@@ -90,6 +90,7 @@ class Parsers(Tool):
         self._loading = threading.Lock()
         self._kinds: tuple[_Kind | None, _Kind | None] | None = None
         self._special_ids: frozenset[int] = frozenset()
+        self._marks: Marks | None = None
         self._has_warned = False
 
     def load(self) -> None:
@@ -124,14 +125,15 @@ class Parsers(Tool):
         self, sampled: Generation, tools: list[Json] | None, stops: Sequence[str] = (), taken: Collection[str] = ()
     ) -> Parsed:
         """What the turn says, up to the first of `stops`. If its parser finds no call, or one that is malformed, or if
-        the turn was cut, it has none, and their text is content. taken: ids that calls of the sample have already.
+        a limit cut the turn or a stop text a call, it has none, and their text is content. taken: ids that calls of
+        the sample have already.
 
         May take a few times PARSE_SECONDS. Raises what `check` raises.
         """
         self.check(tools)
         text, stopped = self._text(sampled, stops, special=False)
         with_tools, without = self._kinds or (None, None)
-        if tools and with_tools and sampled.finish != "length":  # parsers take a call that was cut for a whole one
+        if tools and with_tools and not self._cuts_a_call(with_tools, sampled, stops):
             reasoning, content, raw_calls = self._tried(with_tools, sampled, tools, stops) or (None, "", ())
             if calls := _calls(raw_calls, taken):
                 return Parsed((content or "").strip(), reasoning or None, calls, stopped)
@@ -158,8 +160,11 @@ class Parsers(Tool):
         name, reasoning = self.tool_call_parser, self._reasoning_parser
         with_tools = None if name in (None, AUTO_PARSER) else self._kind(name, reasoning)
         if name is not None and not self._harmony:
-            self.tool_call_parser = fitting_parser(name, self._tokenizer, _known_parsers(), self._read_by)
+            turns = example_turns(name, self._tokenizer)
+            self.tool_call_parser = fitting_parser(name, self._tokenizer, turns, _known_parsers(), self._read_by)
             with_tools = with_tools or self._kind(self.tool_call_parser, reasoning)
+            if turns and with_tools:
+                self._marks = marks_of(self._text(turns[0], (), special=with_tools.special)[0])
         return with_tools, with_tools if self._harmony else self._kind(None, reasoning)
 
     def _kind(self, name: str | None, reasoning: str | None) -> _Kind | None:
@@ -185,6 +190,12 @@ class Parsers(Tool):
         assert kind is not None
         _, content, raw_calls = self._parsed(kind, turn, [EXAMPLE_TOOL], ())
         return (content or "").strip(), _calls(raw_calls, ())
+
+    def _cuts_a_call(self, kind: _Kind, sampled: Generation, stops: Sequence[str]) -> bool:
+        """Whether a limit ends the turn, or one of `stops` does so within a call: parsers take what there is of a call
+        for a whole one. Any call counts as cut if its marks are not known, since the chat template writes none."""
+        text, stopped = self._text(sampled, stops, special=kind.special)
+        return sampled.finish == "length" or (stopped and not (self._marks and self._marks.are_closed(text)))
 
     def _make_parser(self, parser: Any, request: Any) -> Any:
         """A parser of one turn."""

@@ -1,6 +1,8 @@
-"""The workflow `verifiers`, and its agent, which does a task of the verifiers library and reports the reward."""
+"""The workflow `verifiers`, and its agent, which does a task of the verifiers library and reports the rewards."""
 
 import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from areal.data.rows import Row
@@ -10,9 +12,11 @@ from areal.samples.trajectory import LARGEST_REWARD, Trajectory
 from areal.workflows.session import Session
 
 
-async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """Has the library's environment play the row's task, with the tools that its tasks share. Returns the mean reward
-    of what the trained agent did. Raises RuntimeError if that fails, or if more than one agent would be trained."""
+async def solve(base_url: str, api_key: str, row: dict[str, Any], reward_key: str) -> float:
+    """Has the library's environment play the row's task, with the tools that its tasks share. Each trained agent gets
+    the reward of its own trace. Returns the mean of these. Raises RuntimeError if that fails, or if no agent is
+    trained."""
+    from aiohttp import ClientSession  # a library for the web, which few runs need
     from verifiers.v1 import EvalClientConfig, ModelContext
 
     name, options = row["environment"], row["environment_options"]
@@ -21,34 +25,54 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     variable = f"AREAL_KEY_{api_key}"  # the library takes keys from the environment only
     os.environ[variable] = api_key
     client = EvalClientConfig(base_url=base_url, api_key_var=variable)
+    discarded: list[Any] = []
     try:
         async with environment.serving():
-            episode = await environment.run_episode(task, ModelContext(model="policy", client=client))
+            context = ModelContext(model="policy", client=client)
+            episode = await environment.run_episode(task, context, on_discard=discarded.append)
     finally:
         del os.environ[variable]
     what = f"task set {name!r}"
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(f"{what}: {errors[-1].message if errors else 'no result'}")
-    by_policy = [trace for trace in episode.traces if trace.agent.config.client == client]
-    if untrained := {trace.agent.name for trace in by_policy if not trace.agent.trainable}:
-        role = sorted(untrained)[0]
+    rewards = _rewards([*episode.traces, *discarded], client, row["trained_agents"])
+    given = [body["reward"] for body in rewards if body["reward"] is not None]
+    trained = {body["agent"] for body in rewards if body["reward"] is not None}
+    if untrained := {*(row["trained_agents"] or ())} - trained or ({"nobody"} if not given else set()):
         raise RuntimeError(
-            f"{what}: {role} is not to be trained: give it a model, data.options.{role}.model and .client"
+            f"{what}: {', '.join(sorted(trained)) or 'no agent'} can be trained in this task, not "
+            f"{' and '.join(sorted(untrained))}: correct rollout_manager.workflow_options.train"
         )
-    if len(roles := {trace.agent.name for trace in by_policy}) != 1:
-        raise RuntimeError(
-            f"{what}: the policy plays {', '.join(sorted(roles)) or 'nobody'}, but one agent can be trained: give the "
-            f"others a model, data.options.AGENT.model and .client"
-        )
-    return sum(float(trace.reward) for trace in by_policy) / len(by_policy)
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with ClientSession(raise_for_status=True, headers=headers) as http:
+        for body in rewards:
+            await http.post(f"{base_url}/reward", json=body | {"key": reward_key})
+    return sum(given) / len(given)
 
 
-async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
-    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
+def _rewards(traces: Sequence[Any], client: Any, trained: Collection[str] | None) -> list[dict[str, Any]]:
+    """The rewards of all traces of the policy as the endpoint takes them: the library names calls by the ids of their
+    traces. trained: the agents; None: those that the environment says. A trace that was given up is not trained."""
+    bodies = []
+    for trace in traces:
+        if trace.agent.config.client == client:
+            agent = trace.agent.name
+            is_trained = (
+                trace.ok and trace.agent.trainable and trace.num_turns and (trained is None or agent in trained)
+            )
+            bodies.append({"session": trace.id, "agent": agent, "reward": float(trace.reward) if is_trained else None})
+    return bodies
+
+
+async def verifiers(
+    session: Session, row: Row, *, timeout_seconds: Seconds = 600.0, train: list[str] | None = None
+) -> Trajectory:
+    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME). train: the agents
+    that are trained; None: those that the environment says. The policy plays all others too, untrained."""
     return await agent(
         session,
-        row,
+        replace(row, fields=row.fields | {"trained_agents": train}),
         agent=f"{__name__}:solve",
         timeout_seconds=timeout_seconds,
         agent_reward=True,

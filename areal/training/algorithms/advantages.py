@@ -60,6 +60,14 @@ class Credits:
         """float64 [M], the mean of values [T] over the sampled tokens of each sample."""
         return np.bincount(self.samples, values * self.sampled) / np.bincount(self.samples, self.sampled)
 
+    def part(self, tokens: np.ndarray) -> "Credits":
+        """Of these tokens alone, bool [T], and the samples that have some."""
+        kept, samples = np.unique(self.samples[tokens], return_inverse=True)
+        returns, penalties = (None if column is None else column[tokens] for column in (self.returns, self.penalties))
+        columns = {name: column[tokens] for name, column in self.columns.items()}
+        of_samples = self.rewards[kept], self.groups[kept]
+        return Credits(*of_samples, samples, self.sampled[tokens], returns, penalties, columns)
+
     def in_groups(self, function: Callable[[np.ndarray], Any]) -> np.ndarray:
         """float64 [M], what `function` gives for what the samples of each sample's group are credited with."""
         values, (_, member) = self.of_samples, np.unique(self.groups, return_inverse=True)
@@ -133,8 +141,20 @@ def compares_group(estimator: Estimator) -> bool:
 
 
 def estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
-    """The advantages of all tokens, float64 [T]. name: of the estimator. Raises ValueError if what the samples are
-    credited with is not finite, and UserError if the estimator fails or gives no advantages."""
+    """The advantages of all tokens, float64 [T]. Each of several agents is compared with itself alone: another's
+    rewards may have another level. name: of the estimator. Raises ValueError if what the samples are credited with is
+    not finite, and UserError if the estimator fails or gives no advantages."""
+    agents = credits.columns.get("agents", np.zeros(0))
+    if not agents.any():
+        return _estimate(estimator, credits, name)
+    values = np.zeros(len(agents))
+    for agent in np.unique(agents[credits.sampled]):
+        own = credits.sampled & (agents == agent)
+        values[own] = _estimate(estimator, credits.part(own), name)
+    return values
+
+
+def _estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
     totals, samples = credits.of_samples, credits.samples
     if not np.isfinite(totals).all() or not np.isfinite(credits.of_tokens).all():
         raise ValueError(f"rewards, returns and penalties must be finite, not {totals.tolist()}")

@@ -105,6 +105,7 @@ class City:
         self.prompts: list[str] = []
         self.salts: list[str] = []
         self.temperatures: list[float] = []
+        self.seeds: list[int | None] = []
         self.samples: dict[str, StoreSamples] = {}
         self.aborted = asyncio.Event()  # the calls that nothing answers
         self.reports = True  # whether the master hears of samples
@@ -177,7 +178,9 @@ class City:
 
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
-        self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
+        request = Call.request(0, [call]).sequences[0]
+        self.salts.append(request.cache_salt)
+        self.seeds.append(request.seed)
         self.temperatures.append(call.sample.sampling.temperature)
         text = self.says.pop(0)
         if text is None:
@@ -802,11 +805,37 @@ async def test_a_key_that_is_not_trained_may_sample_otherwise_and_no_ledger_hear
         assert not client.gateway.sessions._sessions and not city.ledger.state.groups
         status, refused, _ = await client.ask(path, body)
         assert status == 400 and "temperature: 0.0 is not possible" in str(refused)
-        drawn = body | {"temperature": 0.5}
-        status, refused, _ = await client.ask(path, drawn, EXAMINER)
+        status, refused, _ = await client.ask(path, {**body, "temperature": None, "top_p": None})
         assert status == 400 and "seed: 1234 is not possible" in str(refused)
         status, refused, _ = await client.ask(path, body | {"top_p": 2}, EXAMINER)
         assert status == 400 and "top_p" in str(refused)
+
+
+async def test_a_key_that_is_not_trained_has_random_numbers_of_its_own_by_its_seed(city):
+    city.says = ["4"] * 5
+    drawn = GREEDY | {"temperature": 0.5}
+    async with city.gateway() as client:
+        for _ in range(2):
+            assert (await client.ask("chat/completions", drawn, EXAMINER))[0] == 200
+        assert (await client.ask("chat/completions", drawn | {"seed": -1}, EXAMINER))[0] == 200
+        assert (await client.ask("chat/completions", drawn | {"n": 2, "seed": 2**63 - 1}, EXAMINER))[0] == 200
+    assert city.seeds == [1234, 1234, None, 2**63 - 1, 0]
+
+
+async def test_the_log_probs_of_a_prompt_wait_for_the_first_generator_until_a_deadline(city, monkeypatch):
+    body = {"model": "m", "prompt": "a+b", "max_tokens": 0, "logprobs": 1, "echo": True}
+    async with city.gateway() as client:
+        waiting = asyncio.create_task(client.ask("completions", body, EXAMINER))
+        await client.ask("models", method="GET")
+        assert not waiting.done()
+        city.directory.update({"g": generator(0)}, ())
+        city.directory.changed.notify()
+        status, answer, _ = await waiting
+        assert (status, answer["choices"][0]["logprobs"]["token_logprobs"]) == (200, [None, -1.0, -2.0])
+        city.directory.update({}, ["g"])
+        monkeypatch.setattr("actors.gateway.served_policy.SCORE_SECONDS", 0.05)
+        status, answer, _ = await client.ask("completions", body, EXAMINER)
+        assert (status, answer["error"]["code"]) == (503, "no_version")
 
 
 async def test_completions_say_how_likely_a_prompt_is_and_belong_to_no_session(city):

@@ -160,6 +160,22 @@ def test_parsers_and_templates_that_do_not_fit_the_model_are_refused_before_the_
         preflight.check(config)
 
 
+@pytest.mark.slow  # imports vLLM; test_parsers.py has the sentence
+def test_an_agent_whose_calls_no_parser_reads_is_told_before_the_run(tmp_path, capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<start>{{ m.role }} {{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "({{ c.function.name }} of {{ c.function.arguments }}){% endfor %}<end>{% endfor %}<start>assistant "
+    )
+    tokenizer.save_pretrained(folder := make_model(tmp_path / "model"))
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?", "answer": "1"}\n')
+    workflow = {"workflow": "agent", "workflow_options": {"command": "true"}}
+    config = config_of(rows, model=str(folder), rollout_manager=workflow, batch_size=4, sampling={"max_new_tokens": 4})
+    preflight.check(config, machine=False)
+    errors = capsys.readouterr().err
+    assert "Note: samples fail if the agent offers tools. No parser of vLLM reads the calls" in errors
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

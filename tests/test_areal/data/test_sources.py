@@ -105,6 +105,11 @@ def test_a_system_prompt_makes_chat_messages(tmp_path):
     assert prompt_text(messages) == "Be brief.\n\nquestion 0"
 
 
+def test_an_object_of_task_ids_is_told_as_what_it_is(tmp_path):
+    (tmp_path / "split_tasks.json").write_text(json.dumps({"train": ["0", "1"], "test": ["2"]}, indent=2))
+    refused("split_tasks.json, row 1, has no 'prompt', only train, test: add it", str(tmp_path / "split_tasks.json"))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -555,6 +555,23 @@ async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: Gene
     assert first.tokens.tolist() == logits.argmax(-1).tolist()
 
 
+async def test_requests_with_one_seed_draw_the_same_tokens_whatever_else_the_engine_samples(
+    engine: GenerationEngine, models: Models
+) -> None:
+    """Some of the long prompts are computed in several steps, of which all but the last draw nothing."""
+    long = [2 + i % 90 for i in range(MAX_LEN - 16)]
+
+    async def draw(number: int, seed: int | None) -> Generation:
+        how = {"max_new_tokens": 8, "cache_salt": f"{number}"}
+        return await collect(engine.generate(f"{number}", long, SAMPLING.with_seed(seed), **how))
+
+    every = await asyncio.gather(*(draw(i, seed) for i, seed in enumerate([7, 8, *[None] * 6, 7])))
+    alone = await draw(99, 7)
+    first, second, *_, last = (sequence.tokens.tolist() for sequence in every)
+    assert alone.tokens.tolist() == first == last != second
+    assert np.abs(reference(models[0], long, alone.tokens, SAMPLING.temperature) - alone.logprobs).max() < 1e-4
+
+
 async def test_what_vllm_would_sample_otherwise_than_asked_is_refused(engine: GenerationEngine) -> None:
     low = SamplingConfig.model_construct(**SamplingConfig(max_new_tokens=2).model_dump() | {"temperature": 0.002})
     with pytest.raises(ValueError, match=r"vLLM samples with temperature=0\.01, not with 0\.002 as asked"):

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -201,3 +203,13 @@ def test_returns_that_equal_the_rewards_change_nothing():
 def test_a_return_that_is_not_finite_is_an_error(penalty):
     with pytest.raises(ValueError, match="finite"):
         of([1.0, np.nan if not penalty else 0.0], [0, 0], [0, penalty], mean="batch", std="batch")
+
+
+def test_each_of_several_agents_is_compared_with_itself_alone():
+    agents = np.array([0, 5, 5, 9, 0, 5, 9, 9])
+    returns = np.array([0, 0.5, 0.5, 3.0, 0, 0.0, 4.0, 4.0])
+    samples, sampled = np.array([0, 0, 0, 0, 1, 1, 1, 1]), agents > 0
+    columns = {"agents": agents, "tokens": np.arange(8)}
+    both = Credits(np.zeros(2), np.zeros(2, int), samples, sampled, returns, None, columns)
+    of_group = partial(normalised, mean="group", std="none")
+    assert estimate(of_group, both, "it").tolist() == [0, 0.25, 0.25, -0.5, 0, -0.25, 0.5, 0.5]

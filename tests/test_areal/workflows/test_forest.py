@@ -51,6 +51,24 @@ def test_branches_that_leave_a_path_later_come_first():
     assert forest.places() == [0, 2, 1, 3]
 
 
+def test_calls_may_be_credited_each_with_a_reward_of_its_own_or_left_out_of_training():
+    forest = forest_of((PROMPT, [3, 4]), ([1, 2, 3, 4, 5], [6]), ([7], [8]), ([1, 2, 3, 4, 5, 6], [9]))
+    first, second, third, _ = forest.calls
+    forest.credit(first, 0.25, "solver")
+    forest.credit(second, None, "user")
+    forest.credit(third, 0.75, "critic")
+    sample = forest.trajectory(0.5, "sample", 1.0)
+    assert (sample.reward, sample.branches) == (0.5, ((0, 7), (0, 2)))
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6, 9, 7, 8]
+    assert sample.versions.tolist() == [-1, -1, 0, 0, -1, -1, 3, -1, 2]
+    assert sample.returns[sample.sampled].tolist() == [0.25, 0.25, 0.5, 0.75]
+    solver, other, critic = (sample.agents[place] for place in (2, 6, 8))
+    assert sample.agents.tolist() == [0, 0, solver, solver, 0, 0, other, 0, critic] and len({solver, critic, 0}) == 3
+    forest.credits = dict.fromkeys(range(4))
+    with pytest.raises(ValueError, match="nothing was sampled"):
+        forest.trajectory(0.5, "sample", 1.0)
+
+
 def test_an_answer_without_tokens_counts_for_nothing():
     forest = forest_of((PROMPT, [3]), ([5, 6], []))
     assert forest.trajectory(0.0, "sample", 1.0).tokens.tolist() == [1, 2, 3]

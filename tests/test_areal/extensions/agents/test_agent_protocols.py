@@ -182,7 +182,7 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
         ({"tools": [{"type": "web_search"}]}, "the type 'web_search' cannot be called, .*in Codex, set web_search = "),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "the tool 'apply_patch' of .*apply_patch_freeform"),
         ({"tools": [{"type": "local_shell"}]}, "the type 'local_shell' cannot be called, .*name another model"),
-        ({"tools": [{"type": "namespace", "name": "mcp"}]}, "the tool 'mcp' of the type 'namespace' .*leave it out"),
+        ({"tools": [{"type": "namespace", "name": "mcp"}]}, "the tool 'mcp' of the type 'namespace' .*of MCP servers"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "'web_search_call': the tool of the type 'web_search'"),
         ({"input": [{"type": "custom_tool_call_output", "call_id": "1"}]}, "'custom_tool_call_output': .*apply_patch"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type: only text can be trained"),
@@ -528,7 +528,8 @@ async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
     assert outcome.reward == 0.5
 
 
-# --- bodies of Codex and Claude Code, after public captures of what these programs send
+# --- bodies that Codex and Claude Code have sent, with shorter texts: recorded ones (ccproxy-api has those of Codex
+# 0.34.0 and Claude Code 1.0.113, a page on Claude's wire format that of Claude Code 2.1.69), later ones as reported
 
 SHELL = {"cmd": {"type": "string"}}
 CODEX = {
@@ -573,6 +574,99 @@ def codex_item(role: str, text: str) -> dict:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
+ARGV = {"command": {"type": "array", "items": {"type": "string"}, "description": "The command"}}
+ARGV |= {"timeout_ms": {"type": "number", "description": "Its limit"}, "workdir": {"type": "string"}}
+CODEX_0_34 = {
+    "model": "gpt-5",
+    "instructions": "You are a coding agent.",
+    "tools": [
+        {"type": "function", "name": name, "description": what, "strict": False}
+        | {"parameters": {"type": "object", "properties": of, "required": required, "additionalProperties": False}}
+        for name, what, of, required in (
+            ("shell", "Runs a shell command and returns its output", ARGV, ["command"]),
+            ("view_image", "Attach a local image.", {"path": {"type": "string"}}, ["path"]),
+        )
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "2442d30f-2543-48fc-8fd2-bf595e099655",
+}
+CONTEXT = "<environment_context>\n  <cwd>/w</cwd>\n  <shell>zsh</shell>\n</environment_context>"
+OF_CODEX = {
+    "0.34.0": (
+        CODEX_0_34,
+        [
+            codex_item("user", text)
+            for text in ("<user_instructions>\n\nBe brief.</user_instructions>", CONTEXT, "List.")
+        ],
+        {"name": "shell", "arguments": {"command": ["ls"], "timeout_ms": 1000}},
+        "tools shellview_imagesystem You are a coding agent.user <user_instructions>\n\nBe brief.</user_instructions>",
+    ),
+    "later": (
+        CODEX,
+        [
+            codex_item("developer", "<permissions instructions>read-only</permissions instructions>"),
+            codex_item("user", CONTEXT),
+            codex_item("user", "List."),
+        ],
+        {"name": "exec_command", "arguments": {"cmd": "ls"}},
+        "tools exec_commandsystem You are Codex.\n\n<permissions instructions>read-only",
+    ),
+}
+SCHEMA = {"type": "object", "additionalProperties": False, "$schema": "http://json-schema.org/draft-07/schema#"}
+BASH = {"command": {"type": "string"}, "timeout": {"type": "number", "description": "in milliseconds (max 600000)"}}
+TODO = {"todos": {"type": "array", "items": {"type": "object", "properties": {"content": {"type": "string"}}}}}
+CLAUDE_CODE_1_0_113 = {
+    "model": "claude-sonnet-4-20250514",
+    "temperature": 1,
+    "system": [
+        {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "\nBe concise.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [
+        {"name": name, "description": what, "input_schema": SCHEMA | {"properties": of, "required": [*of][:1]}}
+        for name, what, of in (("Bash", "Executes a command.", BASH), ("TodoWrite", "Keeps a list.", TODO))
+    ],
+    "metadata": {"user_id": "user_a7_account_79_session_8e"},
+    "max_tokens": 21333,
+}
+CLAUDE_CODE_2_1_69 = CLAUDE_CODE | {
+    "tools": CLAUDE_CODE_1_0_113["tools"][:1],
+    "metadata": {"user_id": "user_07_account_26_session_b4"},
+    "output_config": {"effort": "medium"},
+}
+REMINDER = {"type": "text", "text": "<system-reminder>Today.</system-reminder>"}
+ASKED = {
+    "role": "user",
+    "content": [REMINDER, {"type": "text", "text": "List.", "cache_control": {"type": "ephemeral"}}],
+}
+SAID = "user <system-reminder>Today.</system-reminder>List."
+OF_CLAUDE_CODE = {
+    "1.0.113": (
+        CLAUDE_CODE_1_0_113,
+        [ASKED],
+        {"name": "Bash", "arguments": {"command": "ls", "timeout": 1000}},
+        f"tools BashTodoWritesystem You are Claude Code.\nBe concise.{SAID}assistant ",
+    ),
+    "2.1.69": (
+        CLAUDE_CODE_2_1_69,
+        [{"role": "user", "content": "<available-deferred-tools>\nWebFetch\n</available-deferred-tools>"}, ASKED],
+        {"name": "Bash", "arguments": {"command": "ls"}},
+        "tools Bashsystem You are Claude Code.user <available-deferred-tools>\nWebFetch\n</available-deferred-tools>"
+        f"{SAID}assistant ",
+    ),
+    "2.1.208": (
+        CLAUDE_CODE,
+        [ASKED, {"role": "system", "content": "Available agents: none."}],
+        {"name": "Bash", "arguments": {"cmd": "ls"}},
+        f"tools Bashsystem You are Claude Code.{SAID}\n\nAvailable agents: none.assistant ",
+    ),
+}
+
+
 @pytest.fixture
 async def posted(serve):
     """Posts a body to a sample whose chat template takes one system message, the first: the answer or its events."""
@@ -600,63 +694,55 @@ async def posted(serve):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_of_codex_is_one_conversation(posted, stream):
-    call = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "ls"}}</tool_call>'
+@pytest.mark.parametrize("version", OF_CODEX)
+async def test_a_tool_loop_of_codex_is_one_conversation(posted, version, stream):
+    body, items, wanted, beginning = OF_CODEX[version]
+    call = f"<tool_call>{json.dumps(wanted)}</tool_call>"
     session, post = await posted(f"I look.{call}", "Done.")
-    items = [
-        codex_item("developer", "<permissions instructions>read-only</permissions instructions>"),
-        codex_item("user", "<environment_context><cwd>/w</cwd></environment_context>"),
-        codex_item("user", "List."),
-    ]
-    answer = await post("responses", CODEX | {"input": items}, stream)
+    answer = await post("responses", body | {"input": items}, stream)
     done = (
         [event["item"] for event in answer if event["type"] == "response.output_item.done"]
         if stream
         else answer["output"]
     )
     said, called = done
-    assert (said["content"][0]["text"], called["name"], json.loads(called["arguments"])) == (
-        "I look.",
-        "exec_command",
-        {"cmd": "ls"},
-    )
+    assert said["content"][0]["text"] == "I look."
+    assert {"name": called["name"], "arguments": json.loads(called["arguments"])} == wanted
     result = {"type": "function_call_output", "call_id": called["call_id"], "output": "a.py"}
     reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-    await post("responses", CODEX | {"input": [*items, reasoning, said, called, result]}, stream)
-    beginning = "tools exec_commandsystem You are Codex.\n\n<permissions instructions>read-only"
+    await post("responses", body | {"input": [*items, reasoning, said, called, result]}, stream)
     assert session.prompts[0].startswith(beginning)
     assert session.prompts[1] == f"{session.prompts[0]}I look.{call}tool a.pyassistant "
     assert not session.trajectory(1.0).branches
 
 
+async def test_tools_of_later_versions_of_codex_are_refused_with_how_they_are_switched_off(posted):
+    _, post = await posted()
+    agents = {"type": "namespace", "name": "multi_agent_v1", "description": "Sub-agents.", "tools": CODEX["tools"]}
+    for tool, how in (agents, "--disable multi_agent"), ({"type": "image_generation"}, "--disable image_generation"):
+        with pytest.raises(AssertionError, match=f"cannot be called, .*in Codex, .*{how}"):
+            await post("responses", CODEX | {"input": "List.", "tools": [*CODEX["tools"], tool]}, False)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_of_claude_code_is_one_conversation(posted, stream):
-    call = '<tool_call>{"name": "Bash", "arguments": {"cmd": "ls"}}</tool_call>'
+@pytest.mark.parametrize("version", OF_CLAUDE_CODE)
+async def test_a_tool_loop_of_claude_code_is_one_conversation(posted, version, stream):
+    body, messages, wanted, prompt = OF_CLAUDE_CODE[version]
+    call = f"<tool_call>{json.dumps(wanted)}</tool_call>"
     session, post = await posted(f"I look.{call}", "Done.")
-    reminder = {"type": "text", "text": "<system-reminder>Today.</system-reminder>"}
-    messages = [
-        {
-            "role": "user",
-            "content": [reminder, {"type": "text", "text": "List.", "cache_control": {"type": "ephemeral"}}],
-        },
-        {"role": "system", "content": "Available agents: none."},
-    ]
-    answer = await post("messages", CLAUDE_CODE | {"messages": messages}, stream)
+    answer = await post("messages", body | {"messages": messages}, stream)
     if stream:
         blocks = [event["content_block"] for event in answer if event["type"] == "content_block_start"]
         deltas = [event["delta"] for event in answer if event["type"] == "content_block_delta"]
         blocks = [blocks[0] | {"text": deltas[0]["text"]}, blocks[1] | {"input": json.loads(deltas[1]["partial_json"])}]
     else:
         blocks = answer["content"]
-    assert [block.get("text") or block["input"] for block in blocks] == ["I look.", {"cmd": "ls"}]
+    assert [block.get("text") or block["input"] for block in blocks] == ["I look.", wanted["arguments"]]
     result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "a.py", "is_error": False}
-    messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
-    later = CLAUDE_CODE["system"][1:]
+    later = [*messages, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
     billed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.208; cch=9f2;"}
-    await post("messages", CLAUDE_CODE | {"messages": messages, "system": [billed, *later]}, stream)
-    assert session.prompts[0] == (
-        "tools Bashsystem You are Claude Code.user <system-reminder>Today.</system-reminder>List.\n\n"
-        "Available agents: none.assistant "
-    )
+    system = [billed if block["text"].startswith("x-") else block for block in body["system"]]
+    await post("messages", body | {"messages": later, "system": system}, stream)
+    assert session.prompts[0] == prompt
     assert session.prompts[1] == f"{session.prompts[0]}I look.{call}tool a.pyassistant "
     assert not session.trajectory(1.0).branches

@@ -639,6 +639,32 @@ async def test_a_reward_that_is_no_number_or_out_of_range_fails_the_sample(token
         await sample(tokenizer, monkeypatch, *says, agent=f"its_agents:{name}", agent_reward=True)
 
 
+async def plays_two(base_url, api_key, row, reward_key):
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+        for caller, text in ("a1", "2+2?"), ("b", "Is it 4?"), ("a2", "3+3?"), ("c", "Sure?"):
+            body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+            await http.post(f"{base_url}/chat/completions", json=body, headers={"X-Session-Id": caller})
+        for caller, agent, reward in (
+            ("a1", "solver", 1.0),
+            ("a2", "solver", 0.0),
+            ("b", "critic", 0.5),
+            ("c", "", None),
+        ):
+            body = {"session": caller, "agent": agent, "reward": reward, "key": reward_key}
+            assert (await http.post(f"{base_url}/reward", json=body)).status == 200
+        for wrong in {"session": "d", "reward": 1}, {"reward": None}, {"session": "a1", "call": "x", "reward": 1}:
+            assert (await http.post(f"{base_url}/reward", json=wrong | {"key": reward_key})).status == 400
+
+
+async def test_each_of_several_agents_is_trained_on_its_own_reward_or_not_at_all(tokenizer, monkeypatch):
+    says = "4", "Yes", "5", "No"
+    policy, trajectory = await sample(tokenizer, monkeypatch, *says, agent="its_agents:plays_two", agent_reward=True)
+    assert (trajectory.reward, policy.scored) == (0.5, [])
+    paths = [(tokenizer.decode(p.tokens[p.sampled]), {*p.returns[p.sampled]}) for p in trajectory.sequences()]
+    assert sorted(paths) == [(f"4{END}", {1.0}), (f"5{END}", {0.0}), (f"Yes{END}", {0.5})]
+    assert policy.agents == [("solver", 1.0), ("solver", 0.0), ("critic", 0.5), ("", None)]
+
+
 async def test_the_range_of_rewards_may_be_set(tokenizer, monkeypatch):
     how = {"agent": "its_agents:returns_too_little", "agent_reward": True, "reward_range": [-1.0, 1.0]}
     _, trajectory = await sample(tokenizer, monkeypatch, "4", **how)
@@ -1082,10 +1108,54 @@ async def test_several_attempts_of_one_agent_are_one_sample_with_their_mean_rewa
     assert outcome.reward == 0.5 and len(policy.calls) == 2
 
 
-async def test_an_agent_that_is_not_to_be_trained_needs_a_model_of_its_own(tokenizer, asking):
-    row = asking(id="user-sim").row(0)
-    with pytest.raises(RuntimeError, match="user is not to be trained: give it a model, data.options.user.model"):
-        await resolve_workflow("verifiers", {})(Policy(tokenizer, "Figs?", "7", "###DONE###"), row)
+async def test_an_agent_that_is_not_to_be_trained_is_the_same_policy_without_training(tokenizer, asking):
+    row, says = asking(id="user-sim").row(0), ("Figs?", "7", "###DONE###")
+    policy = Policy(tokenizer, *says)
+    outcome = await resolve_workflow("verifiers", {})(policy, row)
+    assert tokenizer.decode(outcome.tokens[outcome.sampled]) == f"7{END}" and outcome.reward == 1.0
+    assert policy.agents == [("assistant", 1.0), ("user", None)]
+    with pytest.raises(RuntimeError, match="'asks': assistant can be trained in this task, not user: correct"):
+        await resolve_workflow("verifiers", {"train": ["assistant", "user"]})(Policy(tokenizer, *says), row)
+
+
+DUEL = """
+import verifiers.v1 as vf
+from asks import Ask, Asks
+
+
+class DuelConfig(vf.EnvConfig):
+    asker: vf.AgentConfig = vf.AgentConfig()
+    answerer: vf.AgentConfig = vf.AgentConfig()
+
+
+class Duel(vf.Env[DuelConfig]):
+    async def run(self, task, agents):
+        asked = await agents.asker.run(vf.Task(vf.TaskData(prompt="Ask.")))
+        await agents.answerer.run(Ask(vf.TaskData(prompt=asked.last_reply)))
+
+    async def finalize(self, task, episode):
+        asker, answerer = episode.traces
+        asker.record_reward("stumped", 1.0 - answerer.reward)
+
+
+__all__ = ["Duel", "Asks"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "sampled", "reward", "returns"),
+    [(None, "Six?8", 0.5, {1.0, 0.0}), (["answerer"], "8", 0.0, None), (["asker"], "Six?", 1.0, None)],
+)
+async def test_each_agent_of_an_environment_is_trained_on_its_own_reward(
+    tokenizer, asking, tmp_path, train, sampled, reward, returns
+):
+    (tmp_path / "duel.py").write_text(DUEL)
+    source = open_source(DataConfig(source="verifiers:duel", eval_size=0), seed=0)
+    policy = Policy(tokenizer, "Six?", "8")
+    outcome = await resolve_workflow("verifiers", {"train": train})(policy, source.row(0))
+    assert tokenizer.decode(outcome.tokens[outcome.sampled]).replace(END, "") == sampled
+    assert outcome.reward == reward
+    assert outcome.returns is None if returns is None else {*outcome.returns[outcome.sampled]} == returns
 
 
 def test_a_harness_that_runs_commands_of_the_policy_needs_a_place(asking):

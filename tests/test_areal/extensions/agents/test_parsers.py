@@ -11,6 +11,8 @@ import threading
 import numpy as np
 import pytest
 from fakes.scripted_policy import END, byte_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal.base.errors import UserError
 from areal.config import load_config
@@ -213,8 +215,8 @@ def test_a_turn_is_read_up_to_a_stop_text(read):
     stops = ["Observation:", "never"]
     assert read("run()\nObservation: 7", stops=stops) == Parsed("run()\n", None, [], True)
     assert read("hm Observation: 7</think>", None, "qwen3", stops=stops) == Parsed("", "hm ", [], True)
-    parsed = read(f"<tool_call>{AS_JSON}</tool_call>Observation: ", stops=stops)
-    assert (called(parsed), parsed.stopped) == ([("weather", ARGUMENTS)], True)
+    call = f"<tool_call>{AS_JSON}</tool_call>"
+    assert read(f"{call}Observation: ", stops=stops) == Parsed(call, None, [], True), "its template shows no calls"
 
 
 CUT = QWEN3.partition("ln")[0]
@@ -265,11 +267,67 @@ GLM_TEMPLATE = (
 )
 
 
+KIMI = ["calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end"]
+KIMI = [f"<|tool_{word}|>" for word in KIMI]
+DEEPSEEK = [f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
+IN_JSON = "{{ c.arguments | tojson }}"
+HERMES_TEMPLATE = "<tool_call>{{ {'name': c.name, 'arguments': c.arguments} | tojson }}</tool_call>"
+FAMILIES = {
+    "hermes": (WORDS, HERMES_TEMPLATE),
+    "qwen3_coder": (WORDS, QWEN_TEMPLATE),
+    "qwen3_xml": (WORDS, QWEN_TEMPLATE),
+    "seed_oss": (["<seed:tool_call>", "</seed:tool_call>"], QWEN_TEMPLATE.replace("tool_call>", "seed:tool_call>")),
+    "glm45": (GLM_MARKS, GLM_TEMPLATE),
+    "glm47": (GLM_MARKS, GLM_TEMPLATE),
+    "mistral": (SPECIAL, "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
+    "llama3_json": (SPECIAL, "<|python_tag|>{{ {'name': c.name, 'parameters': c.arguments} | tojson }}"),
+    "llama4_pythonic": (
+        [],
+        "[{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v | tojson }}, {% endfor %})]",
+    ),
+    "kimi_k2": (KIMI, f"{KIMI[0]}{KIMI[1]}functions.{{{{ c.name }}}}:0{KIMI[2]}{IN_JSON}{KIMI[3]}{KIMI[4]}"),
+    "deepseek_v31": (
+        DEEPSEEK,
+        f"{DEEPSEEK[0]}{DEEPSEEK[1]}{{{{ c.name }}}}{DEEPSEEK[2]}{IN_JSON}{DEEPSEEK[3]}{DEEPSEEK[4]}",
+    ),
+    "minimax_m2": (
+        ["<minimax:tool_call>", "</minimax:tool_call>"],
+        '<minimax:tool_call>\n<invoke name="{{ c.name }}">\n{% for k, v in c.arguments | items %}'
+        '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """The parsers of a model, and two calls as its chat template writes them, each in a turn of its own."""
+    marks, calls = FAMILIES[request.param]
+    tokenizer = with_marks(*marks, calls=calls)
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    asked = [{"role": "user", "content": "?"}]
+    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    head = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(answered, tokenize=False).removeprefix(head).removesuffix(END)
+    return Parsers(tokenizer, request.param), tokenizer, text
+
+
+@given(data=st.data())
+def test_a_call_that_a_stop_text_cuts_is_no_call_in_any_parser(family, data):
+    parsers, tokenizer, call = family
+    place = data.draw(st.integers(1, 2 * len(call) + 1))
+    text = f"{call}\n{call}"[:place]
+    parsed = parsers.parse(turn(tokenizer, f"{text}§"), [WEATHER], ["§"])
+    whole = [("weather", ARGUMENTS)] * ((place >= len(call)) + (place > 2 * len(call)))
+    assert called(parsed) in ([whole] if place in (len(call), len(call) + 1) else [[], whole[:1], whole])
+    assert parsed.calls or parsed.content == tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True)
+    assert parsed.stopped
+
+
 @pytest.mark.parametrize(
     ("calls", "name"),
     [
         ("", "hermes"),  # it shows none
-        ("<tool_call>{{ {'name': c.name, 'arguments': c.arguments} | tojson }}</tool_call>", "hermes"),
+        (HERMES_TEMPLATE, "hermes"),
         (
             "<tool_call>{{ '{\"name\": ' + c.name | tojson + ', \"arguments\": ' + c.arguments + '}' }}</tool_call>",
             "hermes",

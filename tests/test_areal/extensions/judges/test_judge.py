@@ -91,6 +91,9 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
         ('{"criteria": [{"score": 1}], "score": 9}', {"verdict": "json"}, 0.9),
         ('{"score": 9, "criteria": [{"score": 1},', {"verdict": "json"}, None),
         ('{"Score": "8/10"}', {"verdict": "json"}, 0.8),
+        ('{"score": "8"}', {"verdict": "json"}, 0.8),
+        ("NOT CORRECT", {"verdict": "choice", "choices": {"CORRECT": 1, "INCORRECT": 0}}, None),
+        ("Verdict: B. A better answer would be short.", {"verdict": "choice", "choices": {"A": 1, "B": 0}}, 0.0),
         ('{"score": NaN}', {"verdict": "json"}, None),
     ],
 )
@@ -110,6 +113,14 @@ async def test_the_score_is_the_mean_of_several_judgements_which_are_asked_again
     assert len(requests) == 3
     assert requests[0]["messages"] == [{"role": "user", "content": "1 p c"}]
     assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("wise", 0.5, "Bearer mine")
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+async def test_a_judge_gets_the_limit_of_tokens_that_it_takes(limit):
+    sampling = {} if limit == "max_tokens" else {limit: 512}
+    async with judge("4", sampling=sampling) as (reward, requests):
+        await reward.function("p", "c", {})
+    assert {key: value for key, value in requests[0].items() if key.startswith("max")} == {limit: 512}
 
 
 async def test_an_answer_that_was_cut_is_no_verdict_whatever_numbers_it_has():

@@ -210,6 +210,12 @@ async def test_tests_of_harbor_see_all_that_the_policy_has_done_unless_an_isolat
     assert (await solve("opt", isolated=True), await solve("app", isolated=True)) == (0.0, 1.0)
 
 
+async def test_an_isolated_judge_is_out_of_reach_of_what_the_policy_has_left_running(harbor, sandboxes):
+    keeps_writing = "(while [ -d /logs/verifier ]; do echo 1 > /logs/verifier/reward.txt; done) > /dev/null 2>&1 &"
+    session = Session(bash(f"mkdir -p /logs/verifier; {keeps_writing}"), "Done.", sandboxes=sandboxes)
+    assert await play(session, harbor(reads("app")), "docker", isolated=True) == 0.0
+
+
 async def test_a_reward_that_the_policy_has_written_itself_is_none(harbor, sandboxes):
     forged = bash(
         "mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt && echo 1 > /logs/verifier/reward.json"
