@@ -45,7 +45,7 @@ class RestartingGenerator(torch.Generator):
 
 
 # vLLM makes generators by this name alone.
-torch.Generator = RestartingGenerator  # type: ignore[misc]
+torch.Generator = RestartingGenerator
 
 
 def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:

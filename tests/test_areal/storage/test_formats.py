@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from areal.base.processes import ROOT
-from areal.storage import journal, rollouts, spool
+from areal.storage import journal, rollout_files, spool
 
 VERSIONS = {
     "0.2": {"journal": 10, "spool": 11, "rollouts": 3},
@@ -19,7 +19,7 @@ def test_a_changed_format_has_a_version_of_its_own():
     formats = {
         "journal": journal.FORMAT_VERSION,
         "spool": spool.FORMAT_VERSION,
-        "rollouts": rollouts.FORMAT_VERSION,
+        "rollouts": rollout_files.FORMAT_VERSION,
     }
     assert list(VERSIONS)[-1] == version
     assert VERSIONS[version] == formats
