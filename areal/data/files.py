@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from _read_csv(path, what, "\t")
         case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
             yield from _read_list(text, path)
+        case ".json" if one := _whole_object(text):
+            yield 1, one
         case _:  # also where lines are in a file that ends in .json
             # Not splitlines(): JSON text may contain U+2028 and similar characters.
             for number, line in enumerate(read_text(path, what).split("\n"), 1):
@@ -88,6 +91,13 @@ def read_text(path: Path, what: str) -> str:
 def read_object(text: str, where: str, advice: str) -> dict[str, Any]:
     """The object of JSON in `text`, which is at `where`. Raises UserError."""
     return _object(_parsed(text, where, advice), where, advice)
+
+
+def _whole_object(text: str) -> dict[str, Any] | None:
+    """The object that the text is, also on several lines; None if it is anything else, such as an object a line."""
+    with suppress(ValueError, RecursionError):
+        return value if isinstance(value := json.loads(text), dict) else None
+    return None
 
 
 def _read_list(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
