@@ -80,7 +80,7 @@ class Forest:
         columns = joined(path.table.view(path.shared) for path in order)
         total = (reward or 0.0) + sum(self.rewards.values())
         of_calls = self._credits(reward or 0.0, total, credit, discount)
-        credits = [total if (own := self.credits.get(n, value)) is None else own for n, value in enumerate(of_calls)]
+        credits = [total if (gain := self.credits.get(n, value)) is None else gain for n, value in enumerate(of_calls)]
         branches = tuple(Branch(path.shared, len(path.table) - path.shared) for path in order)
         if any(value != total for value in credits):
             columns["returns"] = self._of_calls(order, credits)

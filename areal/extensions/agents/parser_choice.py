@@ -42,8 +42,8 @@ class Marks(NamedTuple):
 
 def marks_of(example: str) -> Marks | None:
     """The marks around an example call; None if there are none."""
-    before, after = example.partition(_EXAMPLE_NAME)[0], example.rpartition(_EXAMPLE_VALUE)[2]
-    begins, end = re.findall(_MARK, before) or before.split()[:1], re.search(rf"({_MARK}|\S)\s*$", after)
+    head, tail = example.partition(_EXAMPLE_NAME)[0], example.rpartition(_EXAMPLE_VALUE)[2]
+    begins, end = re.findall(_MARK, head) or head.split()[:1], re.search(rf"({_MARK}|\S)\s*$", tail)
     return Marks(tuple(begins), end[1]) if begins and end else None
 
 
@@ -64,7 +64,7 @@ def fitting_parser(name: str, tokenizer: Any, turns: Sequence[Generation], names
     if not turns:
         return HERMES if name == AUTO_PARSER else name
     written = tokenizer.decode(turns[0].tokens)
-    order = sorted(names, key=lambda one: (one != HERMES, one.partition("_")[0] not in written, one))
+    order = sorted(names, key=lambda parser: (parser != HERMES, parser.partition("_")[0] not in written, parser))
     fitting, lacking = _fitting(order, turns, read)
     if name in fitting or (name != AUTO_PARSER and not fitting):
         return name
@@ -85,7 +85,7 @@ def fitting_parser(name: str, tokenizer: Any, turns: Sequence[Generation], names
 
 def _fitting(names: Iterable[str], turns: Sequence[Generation], read: Read) -> tuple[list[str], list[str]]:
     """The parsers that read one of the turns, the best first, and those whose packages are not installed."""
-    left: dict[str, int] = {}  # characters of text beside the call
+    lengths: dict[str, int] = {}  # characters of text beside the call
     lacking: dict[str, bool] = {}
     for name, turn in product(names, turns):
         try:
@@ -94,8 +94,8 @@ def _fitting(names: Iterable[str], turns: Sequence[Generation], read: Read) -> t
             lacking |= {name: True} if isinstance(error.__cause__, ImportError) else {}
             continue
         if [_called(call) for call in calls] == [(EXAMPLE_TOOL["function"]["name"], EXAMPLE_ARGUMENTS)]:
-            left[name] = min(len(text), left.get(name, len(text)))
-    return sorted(left, key=left.__getitem__), [*lacking]
+            lengths[name] = min(len(text), lengths.get(name, len(text)))
+    return sorted(lengths, key=lengths.__getitem__), [*lacking]
 
 
 def _called(call: dict[str, Any]) -> tuple[str, Any]:

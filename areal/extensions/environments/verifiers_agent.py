@@ -37,9 +37,9 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any], reward_key: st
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(f"{what}: {errors[-1].message if errors else 'no result'}")
     rewards = _rewards([*episode.traces, *discarded], client, row["trained_agents"])
-    given = [body["reward"] for body in rewards if body["reward"] is not None]
+    values = [body["reward"] for body in rewards if body["reward"] is not None]
     trained = {body["agent"] for body in rewards if body["reward"] is not None}
-    if untrained := {*(row["trained_agents"] or ())} - trained or ({"nobody"} if not given else set()):
+    if untrained := {*(row["trained_agents"] or ())} - trained or ({"nobody"} if not values else set()):
         raise RuntimeError(
             f"{what}: {', '.join(sorted(trained)) or 'no agent'} can be trained in this task, not "
             f"{' and '.join(sorted(untrained))}: correct rollout_manager.workflow_options.train"
@@ -48,7 +48,7 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any], reward_key: st
     async with ClientSession(raise_for_status=True, headers=headers) as http:
         for body in rewards:
             await http.post(f"{base_url}/reward", json=body | {"key": reward_key})
-    return sum(given) / len(given)
+    return sum(values) / len(values)
 
 
 def _rewards(traces: Sequence[Any], client: Any, trained: Collection[str] | None) -> list[dict[str, Any]]:

@@ -62,10 +62,10 @@ class Credits:
 
     def part(self, tokens: np.ndarray) -> "Credits":
         """Of these tokens alone, bool [T], and the samples that have some."""
-        kept, samples = np.unique(self.samples[tokens], return_inverse=True)
+        numbers, samples = np.unique(self.samples[tokens], return_inverse=True)
         returns, penalties = (None if column is None else column[tokens] for column in (self.returns, self.penalties))
         columns = {name: column[tokens] for name, column in self.columns.items()}
-        of_samples = self.rewards[kept], self.groups[kept]
+        of_samples = self.rewards[numbers], self.groups[numbers]
         return Credits(*of_samples, samples, self.sampled[tokens], returns, penalties, columns)
 
     def in_groups(self, function: Callable[[np.ndarray], Any]) -> np.ndarray:
@@ -149,8 +149,8 @@ def estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
         return _estimate(estimator, credits, name)
     values = np.zeros(len(agents))
     for agent in np.unique(agents[credits.sampled]):
-        own = credits.sampled & (agents == agent)
-        values[own] = _estimate(estimator, credits.part(own), name)
+        tokens = credits.sampled & (agents == agent)
+        values[tokens] = _estimate(estimator, credits.part(tokens), name)
     return values
 
 

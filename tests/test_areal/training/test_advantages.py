@@ -210,6 +210,6 @@ def test_each_of_several_agents_is_compared_with_itself_alone():
     returns = np.array([0, 0.5, 0.5, 3.0, 0, 0.0, 4.0, 4.0])
     samples, sampled = np.array([0, 0, 0, 0, 1, 1, 1, 1]), agents > 0
     columns = {"agents": agents, "tokens": np.arange(8)}
-    both = Credits(np.zeros(2), np.zeros(2, int), samples, sampled, returns, None, columns)
+    credits = Credits(np.zeros(2), np.zeros(2, int), samples, sampled, returns, None, columns)
     of_group = partial(normalised, mean="group", std="none")
-    assert estimate(of_group, both, "it").tolist() == [0, 0.25, 0.25, -0.5, 0, -0.25, 0.5, 0.5]
+    assert estimate(of_group, credits, "it").tolist() == [0, 0.25, 0.25, -0.5, 0, -0.25, 0.5, 0.5]

@@ -62,8 +62,8 @@ def test_calls_may_be_credited_each_with_a_reward_of_its_own_or_left_out_of_trai
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6, 9, 7, 8]
     assert sample.versions.tolist() == [-1, -1, 0, 0, -1, -1, 3, -1, 2]
     assert sample.returns[sample.sampled].tolist() == [0.25, 0.25, 0.5, 0.75]
-    solver, other, critic = (sample.agents[place] for place in (2, 6, 8))
-    assert sample.agents.tolist() == [0, 0, solver, solver, 0, 0, other, 0, critic] and len({solver, critic, 0}) == 3
+    solver, none, critic = (sample.agents[place] for place in (2, 6, 8))
+    assert sample.agents.tolist() == [0, 0, solver, solver, 0, 0, none, 0, critic] and len({solver, critic, 0}) == 3
     forest.credits = dict.fromkeys(range(4))
     with pytest.raises(ValueError, match="nothing was sampled"):
         forest.trajectory(0.5, "sample", 1.0)

@@ -696,21 +696,21 @@ async def posted(serve):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", OF_CODEX)
 async def test_a_tool_loop_of_codex_is_one_conversation(posted, version, stream):
-    body, items, wanted, beginning = OF_CODEX[version]
-    call = f"<tool_call>{json.dumps(wanted)}</tool_call>"
+    body, items, function, beginning = OF_CODEX[version]
+    call = f"<tool_call>{json.dumps(function)}</tool_call>"
     session, post = await posted(f"I look.{call}", "Done.")
     answer = await post("responses", body | {"input": items}, stream)
-    done = (
+    items_done = (
         [event["item"] for event in answer if event["type"] == "response.output_item.done"]
         if stream
         else answer["output"]
     )
-    said, called = done
-    assert said["content"][0]["text"] == "I look."
-    assert {"name": called["name"], "arguments": json.loads(called["arguments"])} == wanted
+    message, called = items_done
+    assert message["content"][0]["text"] == "I look."
+    assert {"name": called["name"], "arguments": json.loads(called["arguments"])} == function
     result = {"type": "function_call_output", "call_id": called["call_id"], "output": "a.py"}
     reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-    await post("responses", body | {"input": [*items, reasoning, said, called, result]}, stream)
+    await post("responses", body | {"input": [*items, reasoning, message, called, result]}, stream)
     assert session.prompts[0].startswith(beginning)
     assert session.prompts[1] == f"{session.prompts[0]}I look.{call}tool a.pyassistant "
     assert not session.trajectory(1.0).branches
@@ -727,8 +727,8 @@ async def test_tools_of_later_versions_of_codex_are_refused_with_how_they_are_sw
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", OF_CLAUDE_CODE)
 async def test_a_tool_loop_of_claude_code_is_one_conversation(posted, version, stream):
-    body, messages, wanted, prompt = OF_CLAUDE_CODE[version]
-    call = f"<tool_call>{json.dumps(wanted)}</tool_call>"
+    body, messages, function, prompt = OF_CLAUDE_CODE[version]
+    call = f"<tool_call>{json.dumps(function)}</tool_call>"
     session, post = await posted(f"I look.{call}", "Done.")
     answer = await post("messages", body | {"messages": messages}, stream)
     if stream:
@@ -737,7 +737,7 @@ async def test_a_tool_loop_of_claude_code_is_one_conversation(posted, version, s
         blocks = [blocks[0] | {"text": deltas[0]["text"]}, blocks[1] | {"input": json.loads(deltas[1]["partial_json"])}]
     else:
         blocks = answer["content"]
-    assert [block.get("text") or block["input"] for block in blocks] == ["I look.", wanted["arguments"]]
+    assert [block.get("text") or block["input"] for block in blocks] == ["I look.", function["arguments"]]
     result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "a.py", "is_error": False}
     later = [*messages, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
     billed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.208; cch=9f2;"}

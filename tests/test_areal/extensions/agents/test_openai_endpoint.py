@@ -1130,8 +1130,8 @@ class DuelConfig(vf.EnvConfig):
 
 class Duel(vf.Env[DuelConfig]):
     async def run(self, task, agents):
-        asked = await agents.asker.run(vf.Task(vf.TaskData(prompt="Ask.")))
-        await agents.answerer.run(Ask(vf.TaskData(prompt=asked.last_reply)))
+        question = await agents.asker.run(vf.Task(vf.TaskData(prompt="Ask.")))
+        await agents.answerer.run(Ask(vf.TaskData(prompt=question.last_reply)))
 
     async def finalize(self, task, episode):
         asker, answerer = episode.traces

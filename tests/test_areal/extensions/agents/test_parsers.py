@@ -46,15 +46,15 @@ def tokenizer():
 
 def with_marks(*marks: str, calls: str | None = None):
     """A tokenizer with these tokens. calls: what its chat template writes for each call `c`."""
-    made = byte_tokenizer()
-    made.add_tokens([*marks])
+    marked = byte_tokenizer()
+    marked.add_tokens([*marks])
     if calls is not None:
-        made.chat_template = (
+        marked.chat_template = (
             "{% for m in messages %}<start>{{ m.role }} {{ m.content or '' }}{% for call in m.tool_calls or [] %}"
             f"{{% set c = call.function %}}{calls}{{% endfor %}}<end>{{% endfor %}}"
             "{% if add_generation_prompt %}<start>assistant {% endif %}"
         )
-    return made
+    return marked
 
 
 @pytest.fixture
@@ -304,10 +304,10 @@ def family(request):
     marks, calls = FAMILIES[request.param]
     tokenizer = with_marks(*marks, calls=calls)
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-    asked = [{"role": "user", "content": "?"}]
-    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    head = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(answered, tokenize=False).removeprefix(head).removesuffix(END)
+    question = [{"role": "user", "content": "?"}]
+    conversation = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    head = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(conversation, tokenize=False).removeprefix(head).removesuffix(END)
     return Parsers(tokenizer, request.param), tokenizer, text
 
 
@@ -317,8 +317,8 @@ def test_a_call_that_a_stop_text_cuts_is_no_call_in_any_parser(family, data):
     place = data.draw(st.integers(1, 2 * len(call) + 1))
     text = f"{call}\n{call}"[:place]
     parsed = parsers.parse(turn(tokenizer, f"{text}§"), [WEATHER], ["§"])
-    whole = [("weather", ARGUMENTS)] * ((place >= len(call)) + (place > 2 * len(call)))
-    assert called(parsed) in ([whole] if place in (len(call), len(call) + 1) else [[], whole[:1], whole])
+    complete = [("weather", ARGUMENTS)] * ((place >= len(call)) + (place > 2 * len(call)))
+    assert called(parsed) in ([complete] if place in (len(call), len(call) + 1) else [[], complete[:1], complete])
     assert parsed.calls or parsed.content == tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True)
     assert parsed.stopped
 
