@@ -45,11 +45,13 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from _read_csv(path, what, "\t")
         case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
             yield from _read_list(text, path)
-        case ".json" if row := _whole_object(text):
-            yield 1, row
         case _:  # also where lines are in a file that ends in .json
+            text = read_text(path, what)
+            row = _whole_object(text)
+            if row is not None:
+                yield 1, row
             # Not splitlines(): JSON text may contain U+2028 and similar characters.
-            for number, line in enumerate(read_text(path, what).split("\n"), 1):
+            for number, line in enumerate(text.split("\n") if row is None else (), 1):
                 if line.strip():
                     yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
 
