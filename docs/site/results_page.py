@@ -46,7 +46,8 @@ This page is for everyone who wants to know what came out, and to check it.
 Each row is a recipe that ran whole, on the machine that it names. *result* is the held-out accuracy after the last
 step, as the mean over the seeds with its standard error; *before* is the accuracy before the first step; *band* is
 where one more seed ends with a probability of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the
-first seed over its steps, from its lowest to its highest value.
+first seed over its steps, from its lowest to its highest value; *minutes* contain the start and, where a run was
+stopped and resumed, the stop; *commit* is that of the program that read the figures from the runs.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
@@ -83,8 +84,8 @@ Ratios are medians over rounds, with the least and the greatest. Each row is fro
 | benchmark | compares | ratio | rounds |
 |---|---|---|---|
 """
-_COLUMNS = ("recipe", "model, data", "steps x samples", "result", "before", "band", "staleness (bound)", "minutes")
-_COLUMNS += ("curve", "machine", "commit", "files")
+_COLUMNS = ("recipe", "result", "before", "band", "staleness (bound)", "minutes", "curve", "model, data")
+_COLUMNS += ("steps x samples", "machine", "commit", "files")
 
 
 def page() -> str:
@@ -114,8 +115,6 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     made_on = seeds[0]["made_on"]
     config = recipe.config.relative_to(ROOT) if recipe.config.is_absolute() else recipe.config
     yield f"`{config.parent if config.name == 'run.yaml' else config}`"
-    yield f"{figures['model']}, {figures['data']}"
-    yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     yield mean_text([seed["accuracy"] for seed in seeds])
     yield mean_text([seed["accuracy_before"] for seed in seeds])
     yield band_text(recipe.bands["accuracy"]) if "accuracy" in recipe.bands else "no band yet"
@@ -123,6 +122,8 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"{mean:.1f}, at most {max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
     yield ", ".join(f"{seed['minutes']:.1f}" for seed in seeds)
     yield curve(seeds[0]["curve"])
+    yield f"{figures['model']}, {figures['data']}"
+    yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     yield f"{made_on['gpus'] or str(made_on['cores']) + ' cores of ' + made_on['processor']}, {made_on['instructions']}"
     yield made_on["commit"]
     links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
