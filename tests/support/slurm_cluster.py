@@ -96,8 +96,8 @@ class SlurmCluster:
 
     def call(self, *command: str) -> str:
         """What a program of Slurm prints. Raises CalledProcessError."""
-        done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60)
-        return done.stdout
+        result = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60)
+        return result.stdout
 
     def job(self, form: str, job: str) -> str:
         """What squeue says of a job; empty once it is over."""

@@ -12,8 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,20 @@ def meet(folder: Path, node: int, nodes: int, head: str, port: int, seconds: flo
 
 def _lead(folder: Path, nodes: int, port: int, until: float) -> None:
     token, hosts = secrets.token_hex(16), {0: "127.0.0.1"}
-    with _listening() as server:
+    with socket.create_server(("", 0)) as server:
         with explain(OSError, f"Node 0 cannot write to {folder} ({{strerror}}): let this user write there."):
             (folder / GANG).mkdir(exist_ok=True)
             facts = {"token": token, "port": server.getsockname()[1], "boot": BOOT.read_text()}
             replace(folder / GANG / HEAD, json.dumps(facts), mode=0o600)
         while len(hosts) < nodes:
-            if (left := until - time.monotonic()) <= 0:
+            if (seconds := until - time.monotonic()) <= 0:
                 absent = ", ".join(str(node) for node in range(nodes) if node not in hosts)
                 raise UserError(
                     f"Of {nodes} nodes, {absent} did not come in time: look for their sentences above, "
                     f"and let node 0 accept connections from them."
                 )
-            server.settimeout(left)
-            with _skipping(), closing(server.accept()[0]) as link:
+            server.settimeout(seconds)
+            with suppress(OSError, ValueError, KeyError, TypeError), closing(server.accept()[0]) as link:
                 _greet(link, token, hosts)
     host = hosts[0]
     replace(folder / ADDRESS, f"tcp://{host}:{free_port(host, port)}\n")
@@ -85,14 +84,14 @@ def _follow(folder: Path, node: int, head: str, until: float) -> None:
     facts = _head_facts(folder, node, until)
     with explain(OSError, f"Node {node} cannot write to {folder} ({{strerror}}): let this user write there."):
         (folder / GANG / f"{node}").write_text("")
-    with _listening() as server:
+    with socket.create_server(("", 0)) as server:
         hello = {"token": facts["token"], "node": node, "port": server.getsockname()[1]}
-        asked = time.time()
+        begun = time.time()
         answer = _ask((head, facts["port"]), hello, facts["boot"], node, until)
-        took = time.time() - asked
+        took = time.time() - begun
     if answer["sentence"]:
         raise UserError(answer["sentence"])
-    offset = answer["time"] - (asked + took / 2)
+    offset = answer["time"] - (begun + took / 2)
     if abs(offset) > CLOCK_SECONDS + took / 2:
         raise UserError(f"The clock of node {node} is {-offset:+.0f} s off that of node 0: set both by NTP (chrony).")
 
@@ -131,21 +130,6 @@ def _ask(address: tuple[str, int], hello: dict[str, Any], boot: str, node: int, 
                     f"between the nodes."
                 ) from None
             time.sleep(LOOK_SECONDS)
-
-
-@contextmanager
-def _listening() -> Iterator[socket.socket]:
-    with socket.create_server(("", 0)) as server:
-        yield server
-
-
-@contextmanager
-def _skipping() -> Iterator[None]:
-    """A connection that breaks, or says something else, is nobody's."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
 
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:

@@ -59,8 +59,8 @@ def plan(file: str, overrides: list[str]) -> Launch:
 
 def submit(planned: Launch, name: str, target: Target, files: dict[str, str]) -> ClusterJob:
     """Write the folder of the launch, and submit it. If that fails, no new folder is left. Raises UserError."""
-    if (before := ClusterJob.of(planned.run_folder)) and (status := before.status):
-        raise UserError(f"The run in {planned.config.folder} is launched already ({before}: {status}): areal stop it.")
+    if (earlier := ClusterJob.of(planned.run_folder)) and (status := earlier.status):
+        raise UserError(f"The run in {planned.config.folder} is launched already ({earlier}: {status}): areal stop it.")
     new = [folder for folder in (planned.run_folder, planned.folder) if not folder.exists()]
     try:
         write(planned, files)

@@ -157,9 +157,9 @@ def _ranks(ranks: int, room: _Room) -> Iterator[Process]:
             for node in nodes[:count]:
                 yield Process("trainer", node.number, room.take(node, ranks // count))
             return
-    most = max((room.free(node) for node in room.nodes if node.takes("trainer")), default=0)
+    largest = max((room.free(node) for node in room.nodes if node.takes("trainer")), default=0)
     raise UserError(
-        f"trainer.ranks is {ranks}, which cluster.nodes cannot hold as equal parts of at most {most} a node: change "
+        f"trainer.ranks is {ranks}, which cluster.nodes cannot hold as equal parts of at most {largest} a node: change "
         f"trainer.ranks, or add nodes."
     )
 

@@ -47,8 +47,8 @@ class Slurm:
 
     def submit(self, launch: Launch) -> str:
         (launch.folder / STOP).unlink(missing_ok=True)
-        said = _slurm("sbatch", "--parsable", str(launch.folder / SCRIPT))
-        job = said.partition(";")[0].strip()
+        answer = _slurm("sbatch", "--parsable", str(launch.folder / SCRIPT))
+        job = answer.partition(";")[0].strip()
         reason = _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%r").strip()
         if sentence := _never(reason):
             _slurm("scancel", job)
@@ -77,18 +77,18 @@ class Slurm:
 def _slurm(*command: str) -> str:
     """What a program of Slurm prints. Raises UserError."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except FileNotFoundError:
         raise UserError(f"There is no {command[0]} here: call areal on a node of Slurm's.") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]} did not answer within {COMMAND_SECONDS:g} s: ask who keeps Slurm.") from None
-    if done.returncode:
-        said = " ".join(done.stderr.replace(f"{command[0]}: error: ", "").split()).rstrip(".")
+    if result.returncode:
+        words = " ".join(result.stderr.replace(f"{command[0]}: error: ", "").split()).rstrip(".")
         advice = next(
-            (advice for form, advice in REFUSALS.items() if re.search(form, said)), "correct the section cluster"
+            (advice for form, advice in REFUSALS.items() if re.search(form, words)), "correct the section cluster"
         )
-        raise UserError(f"Slurm refuses it ({said}): {advice}.")
-    return done.stdout
+        raise UserError(f"Slurm refuses it ({words}): {advice}.")
+    return result.stdout
 
 
 def _never(reason: str) -> str:

@@ -61,10 +61,10 @@ def test_half_of_the_nodes_start_nothing(nodes):
 
 
 def test_a_folder_that_a_node_does_not_share_is_named(nodes, tmp_path):
-    others = tmp_path / "elsewhere"
-    others.mkdir()
-    nodes.meet(2, 0, 1, folder=lambda node: others if node else nodes.folder, seconds=1)
-    assert f"does not see what node 0 has written to {others}: give a run_dir that all" in nodes.sentences[1]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    nodes.meet(2, 0, 1, folder=lambda node: elsewhere if node else nodes.folder, seconds=1)
+    assert f"does not see what node 0 has written to {elsewhere}: give a run_dir that all" in nodes.sentences[1]
 
 
 def test_clocks_that_are_apart_are_named(nodes, monkeypatch):
@@ -97,10 +97,10 @@ def test_clocks_that_are_apart_are_named(nodes, monkeypatch):
 def test_a_port_that_node_0_cannot_reach_is_named(nodes, monkeypatch):
     connect = socket.create_connection
 
-    def refused(address, *more):
+    def refused(address, *options):
         if threading.current_thread().name == "leader":
             raise ConnectionRefusedError(111, "Connection refused")
-        return connect(address, *more)
+        return connect(address, *options)
 
     monkeypatch.setattr(gang.socket, "create_connection", refused)
     with pytest.raises(UserError, match="Of 2 nodes, 1 did not come"):
@@ -122,9 +122,9 @@ def test_who_does_not_know_the_token_is_nobody(nodes):
     while not head.exists():
         time.sleep(0.01)
     facts = json.loads(head.read_text())
-    for said in (b"", b"[]\n", b'{"token": "other", "node": 1, "port": 1}\n', b"x" * 5000 + b"\n"):
+    for line in (b"", b"[]\n", b'{"token": "other", "node": 1, "port": 1}\n', b"x" * 5000 + b"\n"):
         with socket.create_connection(("127.0.0.1", facts["port"])) as link:
-            link.sendall(said)
+            link.sendall(line)
     nodes.meet(2, 1)
     leader.join()
     assert not nodes.sentences

@@ -69,9 +69,9 @@ class LaunchedRun:
             command, cwd=ROOT, env=self.slurm.environment, capture_output=True, text=True, timeout=240
         )
 
-    def launch(self, *more: str) -> str:
+    def launch(self, *options: str) -> str:
         """The job."""
-        launched = self.areal("launch", "slurm", str(self.file), *more)
+        launched = self.areal("launch", "slurm", str(self.file), *options)
         assert launched.returncode == 0, launched.stderr
         job = ClusterJob.of(self.folder)
         assert job
@@ -130,8 +130,8 @@ def test_a_killed_role_a_lost_node_that_generates_and_preemption_cost_a_run_only
     slurm.bring_back("n3")
     slurm.call("sbatch", "--partition=urgent", "--nodes=4", "--output=/dev/null", "--wrap=true")
     until(lambda: "the job is requeued" in run.log)
-    told = read_summary(run.folder)
-    assert told["reason"].startswith("told to stop") and [*run.folder.glob(f"checkpoints/*{told['steps']}")]
+    summary = read_summary(run.folder)
+    assert summary["reason"].startswith("told to stop") and [*run.folder.glob(f"checkpoints/*{summary['steps']}")]
     run.start_again()
     run.trains()
     run.stop()
@@ -143,8 +143,8 @@ def test_before_its_time_limit_a_run_saves_a_checkpoint_and_goes_on(slurm, tmp_p
     run.trains()
     slurm.call("scontrol", "update", f"jobid={job}", "timelimit=2")  # the warning comes 80 s before that
     until(lambda: "the job is requeued" in run.log)
-    told = read_summary(run.folder)
-    assert told["reason"].startswith("told to stop") and [*run.folder.glob(f"checkpoints/*{told['steps']}")]
+    summary = read_summary(run.folder)
+    assert summary["reason"].startswith("told to stop") and [*run.folder.glob(f"checkpoints/*{summary['steps']}")]
     slurm.call("scontrol", "update", f"jobid={job}", "timelimit=unlimited")
     run.start_again()
     run.trains()
