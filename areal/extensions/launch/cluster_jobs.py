@@ -10,9 +10,11 @@ from typing import NamedTuple, cast
 from areal.base import extensions
 from areal.base.errors import UserError
 from areal.base.text import shown
+from areal.config import Config, load_config
+from areal.extensions.launch.master import CONFIG
 from areal.extensions.launch.targets import Target
 from areal.storage.disk import replace
-from areal.storage.run_folder import config_of_run, read_summary
+from areal.storage.run_folder import read_summary
 
 FOLDER, FILE = "launch", "job.json"
 LOOK_SECONDS = 1.0
@@ -70,7 +72,8 @@ def stop(folder: Path) -> int | None:
         return None
     print(f"The job {job} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)
     job.owner.stop(job.name, job.folder / FOLDER)
-    until = time.monotonic() + drain_seconds(folder) + STOP_SECONDS
+    config: Config = load_config(job.folder / FOLDER / CONFIG)
+    until = time.monotonic() + config.master.drain_seconds + STOP_SECONDS
     while (status := job.status) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
     if status:
@@ -78,14 +81,6 @@ def stop(folder: Path) -> int | None:
         return 1
     print(f"The job {job} has ended: `areal launch` with the same configuration goes on with the run.")
     return 0
-
-
-def drain_seconds(folder: Path) -> float:
-    """Of the run; 0 if it has not begun."""
-    try:
-        return config_of_run(folder).master.drain_seconds
-    except UserError:
-        return 0.0
 
 
 def follow(job: ClusterJob, target: Target) -> int:

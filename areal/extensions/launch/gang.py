@@ -7,7 +7,6 @@ error, and the exit code 2.
 """
 
 import json
-import os
 import secrets
 import socket
 import sys
@@ -26,7 +25,6 @@ CLOCK_SECONDS = 5.0
 """Most that two clocks may differ, besides the time that the question takes."""
 MOST_BYTES = 4096
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-# The first node is the only one that has to be reachable by name.
 GANG, HEAD, ADDRESS, HOSTS = "gang", "head.json", "address", "hosts"
 
 
@@ -158,9 +156,8 @@ def free_port(host: str, port: int) -> int:
 
 def main() -> int:
     folder, node, nodes, head, port = sys.argv[1:6]
-    seconds = float(os.environ.get("AREAL_GANG_SECONDS", SECONDS))
     try:
-        meet(Path(folder), int(node), int(nodes), head, int(port), seconds)
+        meet(Path(folder), int(node), int(nodes), head, int(port))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -20,9 +20,6 @@ from areal.config import Config
 from areal.config.roles import ROLES, Role
 from areal.extensions.launch.cluster import ClusterConfig
 
-# So many devices are listed by their numbers; more as first-last.
-LISTED = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -83,9 +80,7 @@ def _name(process: Process) -> str:
 
 
 def _numbers(devices: tuple[int, ...]) -> str:
-    if len(devices) <= LISTED:
-        return ",".join(map(str, devices))
-    return f"{devices[0]}-{devices[-1]}"
+    return f"{devices[0]}-{devices[-1]}" if len(devices) > 2 else ",".join(map(str, devices))
 
 
 @dataclass

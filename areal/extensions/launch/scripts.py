@@ -45,6 +45,9 @@ def _parts(launch: Launch, python: str) -> Iterator[dict[str, Any]]:
         roles = {process.role for process in processes}
         name = "roles" if len(roles) > 1 else "-".join((*roles, *processes[0].options[1::2]))
         words = launch.command(processes, "$address", "$rendezvous")
+        if "torch.distributed.run" in words:  # Slurm tells ranks to leave, and a second TERM would kill
+            words.insert(2, "--signals-to-handle=SIGINT")
+            visible += """bash -c 'trap "" TERM; exec "$@"' torchrun """
         yield {"node": node, "name": f"{name}-{node}", "command": f"{visible}{python} {_quoted(words)}"}
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from areal.base.processes import torchrun
 from areal.config import Config
 from areal.extensions.launch.cluster import ClusterConfig
 from areal.extensions.launch.placement import Placement, Process
@@ -65,9 +66,8 @@ class Launch:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the user wants passed; those that are unset are left out."""
-        named = self.cluster.environment.items()
-        here = ((name, os.environ.get(name) if value is None else value) for name, value in named)
-        return {name: value for name, value in here if value is not None}
+        values = self.cluster.environment
+        return {name: text for name, value in values.items() if (text := value or os.environ.get(name)) is not None}
 
     def master(self, folder: str, address: str, run: str = "") -> list[str]:
         """The command of the master, without the Python. folder: of the launch, as the node sees it. address:
@@ -90,13 +90,15 @@ class Launch:
         first = processes[0]
         roles = [word for process in processes for word in ("--role", process.role)]
         words = [*roles, *first.options, "--master", address, "--wait", f"{WAIT_SECONDS}"]
-        nodes = len(self.placement.of("trainer"))
-        if first.role != "trainer" or nodes == 1:
+        nodes, ranks = len(self.placement.of("trainer")), len(first.devices)
+        if first.role != "trainer" or nodes * ranks == 1:
             return ["-m", "areal", "run", *words]
-        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={self.config.name}"]
-        ranks = [f"--nnodes={nodes}", f"--nproc-per-node={len(first.devices)}"]
+        meet = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+        meet += [f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={self.config.name}"]
+        if nodes == 1:
+            meet = torchrun(ranks)[3:]
         # The dashes keep torchrun from taking --master as a short form of an option of its own.
-        return ["-m", "torch.distributed.run", *ranks, *meet, "--module", "--", "actors.start", *words]
+        return ["-m", "torch.distributed.run", *meet, "--module", "--", "actors.start", *words]
 
 
 class Target(Protocol):
