@@ -15,6 +15,7 @@ class NodesConfig(Section):
     count: int = Field(1, ge=1, description="number of nodes")
     devices: int = Field(ge=0, description="GPUs of a node; with cluster.device=cpu, its trainer ranks and engines")
     roles: list[str] = Field(default_factory=list, description="the roles that these nodes are for; empty: all")
+    select: dict[str, str] = Field(default_factory=dict, description="Kubernetes: labels that such a node has")
 
     def conflicts(self) -> Iterator[str]:
         for name in self.roles:
@@ -29,12 +30,17 @@ class ClusterConfig(Section):
     """nodes by the name of their kind, such as {gpu: {count: 2, devices: 8}}. The master is on the first one"""
     device: Literal["gpu", "cpu"] = Field("gpu", description="what the engines and the trainer compute on")
     queue: str | None = None
-    """Slurm's partition; null: the default one"""
+    """Slurm's partition, or Kueue's local queue; null: the default partition, or no queue"""
     time: int | str | None = None
     """Slurm's time limit, such as 24:00:00, or minutes; null: that of the partition"""
     image: str | None = None
-    """container image: a file .sif or an address for apptainer, or a name for pyxis"""
+    """container image. Slurm: a file .sif for apptainer, or a name for pyxis; Kubernetes and SkyPilot: a name"""
     mounts: list[str] = Field(default_factory=list, description="folders that a container on Slurm sees, as they are")
+    volume: str = Field("areal-runs", description="Kubernetes: the PersistentVolumeClaim with the run folder")
+    storage: str = Field("500Gi", description="Kubernetes: size of that volume, which is made if it is missing")
+    accelerator: str = Field("H100", description="SkyPilot's name of the GPUs")
+    resources: dict[str, int] = Field(default_factory=dict)
+    """Kubernetes: resources of a pod with all devices of a node, such as {rdma/hca_shared_devices_a: 1}"""
     environment: dict[str, str | None] = Field(default_factory=dict)
     """variables of all roles; null: its value where `areal launch` is called"""
     options: list[str] = Field(default_factory=list, description="further options of sbatch, such as --account=NAME")

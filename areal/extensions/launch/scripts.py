@@ -23,21 +23,22 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(values)
 
 
-def values_of(launch: Launch, python: str, run: str = "") -> dict[str, Any]:
+def values_of(launch: Launch, python: str, run: str = "", shield: bool = False) -> dict[str, Any]:
     """What the templates have in common. In the scripts $folder is that of the launch, $address the master's, and
-    $rendezvous where ranks meet. run: the run folder on node 0, if it is not the one around $folder."""
+    $rendezvous where ranks meet. run: the run folder on node 0, if it is not the one around $folder. shield: whether
+    the scheduler itself tells all processes to leave, so that torchrun must not tell the ranks a second time."""
     return {
         "port": launch.port,
         "first": min((process.node for process in launch.placement.of("trainer")), default=0),
         "rendezvous_port": launch.cluster.rendezvous_port,
         "master": f"{python} {_quoted(launch.master('$folder', '$address', run))}",
-        "parts": list(_parts(launch, python)),
+        "parts": list(_parts(launch, python, shield)),
         "final": " ".join(map(str, FINAL)),
         "final_of_master": " ".join(map(str, FINAL_OF_MASTER)),
     }
 
 
-def _parts(launch: Launch, python: str) -> Iterator[dict[str, Any]]:
+def _parts(launch: Launch, python: str, shield: bool) -> Iterator[dict[str, Any]]:
     """The commands besides the master's: node, name and command of each."""
     for node, processes in launch.parts():
         devices = ",".join(str(device) for process in processes for device in process.devices)
@@ -45,7 +46,7 @@ def _parts(launch: Launch, python: str) -> Iterator[dict[str, Any]]:
         roles = {process.role for process in processes}
         name = "roles" if len(roles) > 1 else "-".join((*roles, *processes[0].options[1::2]))
         words = launch.command(processes, "$address", "$rendezvous")
-        if "torch.distributed.run" in words:  # Slurm tells ranks to leave, and a second TERM would kill
+        if shield and "torch.distributed.run" in words:  # a second TERM would end the ranks at once
             words.insert(2, "--signals-to-handle=SIGINT")
             visible += """bash -c 'trap "" TERM; exec "$@"' torchrun """
         yield {"node": node, "name": f"{name}-{node}", "command": f"{visible}{python} {_quoted(words)}"}

@@ -106,7 +106,7 @@ def _values(launch: Launch) -> dict[str, Any]:
     python = "python" if cluster.image else shlex.quote(sys.executable)
     options = [f"--partition={cluster.queue}"] if cluster.queue else []
     options += [f"--time={cluster.time}"] if cluster.time else []
-    return values_of(launch, python) | {
+    return values_of(launch, python, shield=True) | {
         "name": f"areal-{launch.config.name}",
         "nodes": len(placement.nodes),
         "gpus": placement.nodes[0].devices if cluster.device == "gpu" else 0,
