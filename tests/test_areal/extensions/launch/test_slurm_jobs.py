@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ MAX_STALENESS = 4
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), 4, 17817, 17901) as cluster:
+    first = 17817 + 20 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), 4, first, first + 10) as cluster:
         yield cluster
 
 
