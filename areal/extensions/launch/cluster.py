@@ -45,6 +45,7 @@ class ClusterConfig(Section):
     """variables of all roles; null: its value where `areal launch` is called"""
     options: list[str] = Field(default_factory=list, description="further options of sbatch, such as --account=NAME")
     setup: str | None = Field(None, description="shell commands that every node does first, such as `module load cuda`")
+    start_seconds: float = Field(600.0, gt=0, description="Ray: how long a launch waits for room for all processes")
     rendezvous_port: int = Field(
         29400, ge=1, le=65535, description="where the ranks of a trainer on several nodes meet"
     )

@@ -73,10 +73,10 @@ def named(spans, name: str):
 
 def test_a_trained_sample_waits_for_its_permit_generates_is_scored_and_trained_in_one_trace(run):
     spans = sent(run)
-    whole = next(s for s in named(spans, "rl.sample") if s.attributes["rl.loop.iteration"] == 2)
-    parts = {span.name: span for span in spans if span.parent == whole.context}
+    root = next(s for s in named(spans, "rl.sample") if s.attributes["rl.loop.iteration"] == 2)
+    parts = {span.name: span for span in spans if span.parent == root.context}
     assert parts.keys() == {"areal.permit", "chat quickstart", "rl.reward", "rl.train"}
-    assert {span.context.trace_id for span in parts.values()} == {whole.context.trace_id}
+    assert {span.context.trace_id for span in parts.values()} == {root.context.trace_id}
     seconds = {name: (span.start_time / 1e9 - BEGAN, span.end_time / 1e9 - BEGAN) for name, span in parts.items()}
     assert seconds == {
         "areal.permit": (-3.0, 0.0),
@@ -84,7 +84,7 @@ def test_a_trained_sample_waits_for_its_permit_generates_is_scored_and_trained_i
         "rl.reward": (1.5, 2.0),
         "rl.train": (13.0, 18.0),
     }
-    assert (whole.start_time, whole.end_time) == (parts["areal.permit"].start_time, parts["rl.train"].end_time)
+    assert (root.start_time, root.end_time) == (parts["areal.permit"].start_time, parts["rl.train"].end_time)
     assert parts["rl.reward"].attributes["rl.reward.score"] == 0.5
     (link,) = parts["rl.train"].links
     loop = next(s for s in named(spans, "rl.loop") if s.attributes["rl.loop.iteration"] == 2)
@@ -126,14 +126,14 @@ def test_a_run_that_goes_on_sends_only_what_is_new(run):
 
 
 def test_a_collector_that_is_away_gets_all_spans_when_it_is_back_and_is_said_once(run, monkeypatch):
-    said = []
-    monkeypatch.setattr(collector.log, "warning", lambda *words, **numbers: said.append(words))
+    warnings = []
+    monkeypatch.setattr(collector.log, "warning", lambda *words, **numbers: warnings.append(words))
     exporter = Collector()
     exporter.away = True
     sender = SpanSender(CONFIG, run, exporter)
     sender._look(True)
     sender._look(True)
-    assert len(said) == 1 and not (run / "traced.json").exists()
+    assert len(warnings) == 1 and not (run / "traced.json").exists()
     exporter.away = False
     sender._look(True)
     assert {s.context.span_id for s in exporter.get_finished_spans()} == {s.context.span_id for s in sent_anew(run)}
@@ -146,17 +146,17 @@ def sent_anew(run):
 
 
 def test_a_collector_that_does_not_answer_does_not_delay_the_records_of_other_trackers(run):
-    asked, goes_on = threading.Event(), threading.Event()
+    exporting, goes_on = threading.Event(), threading.Event()
 
     class Silent(Collector):
         def export(self, spans):
-            asked.set()
+            exporting.set()
             goes_on.wait()
             return SpanExportResult.FAILURE
 
     sender = SpanSender(CONFIG, run, Silent())
     sender(1, {}, BEGAN)
-    assert asked.wait(60)
+    assert exporting.wait(60)
     sender(2, {}, BEGAN)  # returns
     goes_on.set()
     sender.close()
