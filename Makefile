@@ -50,9 +50,11 @@ build/triton:
 kit: setup
 	$(BIN)/python tests/gpu/kit.py $(ARGS)
 
-# Runs each recipe with three seeds, and compares how it ends (docs/results.md). Continues where it was stopped.
+# Runs each recipe with three seeds, and compares how it ends (docs/results.md). Continues where it was stopped. That of
+# pictures, which needs `make vision`: areal check-recipe configs/examples/dots
 recipes: setup
-	$(BIN)/areal check-recipe configs/quickstart.yaml $(dir $(wildcard configs/examples/*/run.yaml)) $(ARGS)
+	$(BIN)/areal check-recipe configs/quickstart.yaml \
+	  $(filter-out %/dots/,$(dir $(wildcard configs/examples/*/run.yaml))) $(ARGS)
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup

@@ -26,14 +26,15 @@ SEEDS, LAST_STEPS, CURVE_POINTS = 3, 10, 24
 _T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 TIMES = {"engine_gap": 10.0, "minutes": 2.0}
 """Figures that may be so many times the largest that was seen: rounding depends on the data, time on the machine."""
-_KEYS = {"needs": "", "overrides": [], "before": [], "command": ""}
+_KEYS = {"needs": "", "overrides": [], "quick": [], "before": [], "command": ""}
 
 
 @dataclass(frozen=True)
 class RunRecipe:
     """name: of its runs and files. run: `needs`, in words, what this machine may lack; `overrides`, changes to the
-    configuration; `before`, commands that make what it reads; `command` starts a run with changes as its arguments, in
-    place of `areal run`. Commands are as a user types them in the clone. runs, bands: what --write has written."""
+    configuration, and `quick`, the changes in their place with --quick; `before`, commands that make what it reads;
+    `command` starts a run with changes as its arguments, in place of `areal run`. Commands are as a user types them in
+    the clone. runs, bands: what --write has written."""
 
     name: str
     config: Path

@@ -59,7 +59,7 @@ def _sweep(recipe: RunRecipe, folder: Path, options: Namespace) -> list[SweptRun
     file, seeds = folder / f"{recipe.name}.yaml", [*range(1 if options.quick else options.seeds)]
     values: dict[str, Any] = {"base": str(recipe.config.absolute()), "run_dir": str(folder), "grid": {"seed": seeds}}
     replace(file, write_yaml(values | {"name": recipe.name}))
-    changes = [change.replace("{folder}", str(folder)) for change in recipe.run["overrides"]]
+    changes = [c.replace("{folder}", str(folder)) for c in recipe.run["quick" if options.quick else "overrides"]]
     return read_sweep(file, [*changes, *(QUICK if options.quick else ())])
 
 

@@ -1,8 +1,8 @@
 """`areal export-record`: the record of a finished run in one file (run_archive.py), without secrets and without paths.
 
-What a record is bounded by, it takes in this order as far as it fits: what says how the run went, the model it began
-with, its rollouts, the weights of the last checkpoint, the first checkpoint, those between. record.json names what was
-left out. From a model, all rollouts and the stamp of the last weights in summary.json an audit trains the run again.
+Parts are added in this order, each if it fits into the limit: the account of the run, the model that the run began
+with, the rollouts, the last checkpoint, the earlier checkpoints. record.json names the parts that were left out. With
+the model, all rollouts and the stamp of the last weights in summary.json an audit trains the whole run again.
 """
 
 import io
@@ -53,7 +53,7 @@ def export_run(folder: Path, out: Path, most_mb: float, audit: Path | None = Non
     if not record.ending:
         raise UserError(f"The run in {folder} is not over, it has no {SUMMARY}: export it once it is.")
     exported = _Exported(record, most_mb * 1e6, Redaction(folder, record.model))
-    exported.add("what says how it went", lambda: dict(exported.account(audit)), required=True)
+    exported.add("the account", lambda: dict(exported.account(audit)), required=True)
     exported.add("the model", exported.model)
     exported.add("the rollouts", lambda: dict(exported.rollouts()))
     checkpoints = record.checkpoints.folders

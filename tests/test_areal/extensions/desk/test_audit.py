@@ -390,7 +390,7 @@ def test_a_record_leaves_out_what_does_not_fit_and_says_so(run, tmp_path, capsys
     exported(run, tmp_path / "r.tar.zst", "--most-mb", "0.02")
     assert "Left out: the model, " in capsys.readouterr().out
     assert main(["export-record", str(run), "--out", str(tmp_path / "s.tar.zst"), "--most-mb", "0.0001"]) == 2
-    assert "lacks what says how it went" in capsys.readouterr().err
+    assert "lacks the account" in capsys.readouterr().err
 
 
 def test_code_that_a_record_names_runs_only_if_its_reader_says_so(run, tmp_path, capsys):

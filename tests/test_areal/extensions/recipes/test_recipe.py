@@ -65,7 +65,7 @@ def test_bands_of_fewer_than_three_seeds_and_unknown_keys_are_refused(recipe, tm
     with pytest.raises(UserError, match="2 of 3 seeds have run"):
         recipe.written([ended(0), ended(1)])
     (tmp_path / "expect.yaml").write_text("run: {beside: x}\n")
-    with pytest.raises(UserError, match="`run` has needs, overrides, before, command, and nothing else"):
+    with pytest.raises(UserError, match="`run` has needs, overrides, quick, before, command, and nothing else"):
         RunRecipe.of(tmp_path)
     with pytest.raises(UserError, match="no recipe"):
         RunRecipe.of(tmp_path / "absent")
