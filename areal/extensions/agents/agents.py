@@ -23,7 +23,7 @@ from areal.base.errors import UserError, explain
 from areal.base.plugins import load
 from areal.base.processes import find_program, plain_environment, tied
 from areal.data.rows import Row
-from areal.extensions.agents.openai_api import Access
+from areal.extensions.agents.openai_api import Access, ChatSession
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import with_hooks
 from areal.workflows.session import Session
@@ -143,6 +143,15 @@ def _readable_once(text: str) -> socket.socket:
     return receiver
 
 
+def _rewards_of(chat: ChatSession, returned: float | None) -> dict[str | None, float]:
+    """The rewards of the sample (None) and of its calls. That of the sample is what the agent has `returned` or posted,
+    or else the mean of those of several agents."""
+    of_agents = [*chat.agent_rewards.values()]
+    if returned is None and of_agents and None not in chat.rewards:
+        returned = sum(of_agents) / len(of_agents)
+    return dict(chat.rewards) if returned is None else chat.rewards | {None: returned}
+
+
 def _end_of(file: IO[bytes], size: int) -> str:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - size))
@@ -189,11 +198,7 @@ async def agent(
             await asyncio.wait({work}, timeout=END_SECONDS)
     if not session.calls:
         raise AgentFailed("the agent ended without a single call to the policy")
-    rewards, of_agents = dict(api.chat.rewards), [*api.chat.agent_rewards.values()]
-    if reward is None and of_agents and None not in rewards:
-        reward = sum(of_agents) / len(of_agents)
-    if reward is not None:
-        rewards[None] = reward
+    rewards = _rewards_of(api.chat, reward)
     if not rewards:
         return session.trajectory(await session.score(api.chat.last_text))
     if not agent_reward:
@@ -201,6 +206,6 @@ async def agent(
             f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
             f"None, or set {_WHERE}.agent_reward=true"
         )
-    for together in ([*rewards.values()], *([value] for value in of_agents)):
+    for together in ([*rewards.values()], *([value] for value in api.chat.agent_rewards.values())):
         _check_rewards(together, *reward_range or REWARD_RANGE)
     return session.trajectory(rewards.get(None))
