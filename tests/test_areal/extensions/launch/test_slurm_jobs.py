@@ -85,10 +85,10 @@ class LaunchedRun:
         until(lambda: steps_trained(self.folder) >= goal)
 
     def start_again(self) -> None:
-        """Have the requeued job wait for nothing but its nodes: Slurm would put it off for two minutes."""
+        """Have the requeued job start soon: Slurm puts it off for two minutes, and kills one that starts at once."""
         job = ClusterJob.of(self.folder)
         until(lambda: self.slurm.job("%T", job.name) == "PENDING")
-        self.slurm.call("scontrol", "update", f"jobid={job.name}", "starttime=now")
+        self.slurm.call("scontrol", "update", f"jobid={job.name}", "starttime=now+5seconds")
 
     def stop(self) -> None:
         assert f"slurm {ClusterJob.of(self.folder).name}" in self.areal("ps", "--runs", str(self.folder.parent)).stdout
