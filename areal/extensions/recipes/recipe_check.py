@@ -80,7 +80,8 @@ def _run(recipe: RunRecipe, runs: list[SweptRun], quick: bool) -> int:
 
 def _call(command: str, *changes: str) -> int:
     words = shlex.split(command)
-    return subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:], *changes]).returncode
+    code = subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:], *changes]).returncode
+    return code if code >= 0 else 128 - code  # ended by a signal
 
 
 def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: float) -> list[dict[str, Any]]:
