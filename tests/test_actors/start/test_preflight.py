@@ -165,12 +165,14 @@ def test_an_agent_whose_calls_no_parser_reads_is_told_before_the_run(tmp_path, c
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<start>{{ m.role }} {{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "({{ c.function.name }} of {{ c.function.arguments }}){% endfor %}<end>{% endfor %}<start>assistant "
+        "({{ c.function.name }} of {{ c.function.arguments }}){% endfor %}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<start>assistant {% endif %}"
     )
     tokenizer.save_pretrained(folder := make_model(tmp_path / "model"))
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?", "answer": "1"}\n')
+    settings = {"master": {"address": "tcp://127.0.0.1:0"}, "batch_size": 4, "sampling": {"max_new_tokens": 4}}
     workflow = {"workflow": "agent", "workflow_options": {"command": "true"}}
-    config = config_of(rows, model=str(folder), rollout_manager=workflow, batch_size=4, sampling={"max_new_tokens": 4})
+    config = config_of(rows, model=str(folder), rollout_manager=workflow, **settings)
     preflight.check(config, machine=False)
     errors = capsys.readouterr().err
     assert "Note: samples fail if the agent offers tools. No parser of vLLM reads the calls" in errors
