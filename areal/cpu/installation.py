@@ -57,9 +57,9 @@ def declare_operators() -> None:
     here calls them, but torchvision wants them declared. Raises UserError if it still cannot be imported."""
     if import_fault("torchvision") is None:
         return
-    found = find_spec("torchvision")
-    if found is not None and found.origin is not None:
-        with Path(found.origin).with_name("extension.py").open("a") as file:
+    spec = find_spec("torchvision")
+    if spec is not None and spec.origin is not None:
+        with Path(spec.origin).with_name("extension.py").open("a") as file:
             file.write((CONFIGS / "torchvision.txt").read_text())
     if fault := import_fault("torchvision"):
         raise UserError(f"torchvision was installed, but Python cannot import it: {fault}.")
