@@ -178,7 +178,7 @@ def test_days_in_a_data_set_are_texts(tmp_path):
     [
         ("a.csv", b"prompt,answer\nWhat, then?,1\n", "a.csv, line 2, has 3 fields, but the first line names 2: quote"),
         ("a.csv", b"prompt;answer\nWhat;1\n", "a.csv, line 1, separates its fields by ';': separate them by commas"),
-        ("a.json", b'{"prompt": "a",\n "answer": 1}', "a.json, line 1, is not JSON"),
+        ("a.json", b'{"prompt": "a",\n oops}', "a.json, line 1, is not JSON"),
         ("a.json", b"[1]", "a.json, row 1, is of type int, not an object: write a list of objects"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .zlib inflate failed"),
         ("a.csv.zst", b"no zstd", "a.csv.zst cannot be read .ZSTD decompress failed"),
