@@ -39,7 +39,7 @@ from rich.console import Console
 from actors.runtime.actor import Ending
 from actors.runtime.bound_addresses import new_bus
 from actors.runtime.logs import log_file
-from actors.watching.health import status_of
+from actors.watching.run_status import status_of
 from areal.base import extensions
 from areal.base.children import kill_group
 from areal.base.processes import START, SUPERVISED, timed

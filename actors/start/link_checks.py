@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from actors.runtime.bound_addresses import ListenAddress, find_master, new_bus, open_network
 from actors.start.preflight import check_port
-from actors.watching.health import status_of
+from actors.watching.run_status import status_of
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.base.errors import UserError
 from areal.base.network_interfaces import ANYWHERE, GLOO, interface_towards

@@ -4,9 +4,7 @@ import errno
 import importlib.util
 import os
 import socket
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 
 from actors.start.row_checks import check_prompts, check_rows
 from areal.base import extensions
-from areal.base.errors import UserError, explain
-from areal.base.processes import ROOT, tied
+from areal.base.errors import UserError
+from areal.base.process_checks import check_apart
 from areal.config import Config
-from areal.config.engine_sections import EngineConfig, ScorerConfig
+from areal.config.engine_sections import EngineConfig
 from areal.config.named_objectives import OBJECTIVES
 from areal.config.roles import ROLES
 from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
@@ -28,7 +26,6 @@ from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
 from areal.devices import VISIBLE, host_memory, listed_devices, threads_of_scorers, visible_devices
 from areal.models import (
-    architectures_of,
     check_adapters,
     check_mixture,
     check_trainable,
@@ -49,11 +46,9 @@ from areal.training.algorithms.advantages import compares_group, rehearse_estima
 from areal.weights.model_files import model_files, weight_sizes
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
-from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate, writes_calls
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
 from areal.workflows.conversation import check_shown, user
 
-# How long an engine's library may take to load: 6 s on a machine that is free.
-ENGINE_SECONDS = 300.0
 # The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
 QUICKSTART_CONTEXT = 512
 QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -66,14 +61,6 @@ ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
 OTHER_BYTES = GIB // 16
 # Whether something answers at this port of this machine is no matter, only that the port can be reached.
 DISCARD_PORT, LOOPBACK_SECONDS = 9, 1.0
-_LOAD_PARSERS = """
-from areal.config.data_section import DataConfig
-from areal.samples.tokenizer import load_tokenizer
-from areal.extensions.agents.parsers import Parsers
-folder, data, tools, reasoning = sys.argv[1:]
-data = DataConfig.model_validate_json(data)
-Parsers(load_tokenizer(folder, data), tools, reasoning or None, data.chat_template_kwargs).load()
-"""
 _CHECK_DEEPSPEED = """
 from areal.config.trainer_section import TrainerConfig
 from areal.training.training_engine import check_settings
@@ -90,14 +77,6 @@ _CHECK_NAMES = """
 from pathlib import Path
 from areal.weights.wrappers import check_names
 check_names(Path(sys.argv[1]))
-"""
-_IN_A_PROCESS = """
-import sys
-from areal.base.errors import UserError
-try:
-{}
-except UserError as error:
-    sys.exit(str(error))
 """
 
 
@@ -133,14 +112,15 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
         check_quickstart(config, source)
     else:
         folder = resolve_model(config, weights=weights)
-        check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+        rooms = extensions.need("scorer", "rooms", "scorers").load()(config, scorers) if scorers else {}
+        check_model(config, folder, source, weights=weights, rooms=rooms)
         packages = packages_of_vision(folder) if machine else ()
         if lacks := next((name for name in packages if importlib.util.find_spec(name) is None), None):
             raise UserError(f"vLLM runs {config.model} only with {lacks}: `areal install-cpu --vision` installs it.")
         check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():
-        check_scorer(config, name, model, folder)
+        extensions.need("scorer", "check", "scorers").load()(config, name, model, folder)
     if machine:
         check_devices()
     if machine and not visible_devices():
@@ -196,66 +176,6 @@ def check_code(config: Config) -> None:
         raise UserError(f"{conflict}.")
 
 
-def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
-    """The most tokens of a row at each scorer that gives log-probs, where they are known."""
-    rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
-    return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
-
-
-def _room(scorer: ScorerConfig, model: Path) -> int | None:
-    return scorer.max_model_len or default_context(model)
-
-
-def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
-    """Check whether a scorer's model can read the samples. folder: the run's model, if here. Raises UserError."""
-    scorer = config.scorers[name]
-    room = _room(scorer, model)
-    if room and room <= config.sampling.max_new_tokens:
-        raise UserError(
-            f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
-            f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
-        )
-    if scorer.kind == "reward_model":
-        check_reward_model(scorer, name, model)
-    if scorer.kind != "logprobs":
-        return
-    both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
-    if both[0] != both[-1]:
-        raise UserError(
-            f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
-            f"score: name a model with the same tokenizer."
-        )
-
-
-def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
-    """Raises UserError if the model has no head that scores, or cannot read a chat."""
-    if all(architecture.endswith("ForCausalLM") for architecture in architectures_of(model)):
-        raise UserError(
-            f"scorers.{name}.model, {model}, is a language model without a head that gives a score: name a sequence "
-            f"classifier, or set scorers.{name}.kind=logprobs."
-        )
-    if scorer.chat and not load_tokenizer(str(model)).chat_template:
-        raise UserError(
-            f"scorers.{name}.model, {model}, has no chat template: set scorers.{name}.chat=false, and it reads prompt "
-            f"and completion as one text."
-        )
-
-
-def check_parsers(config: Config, folder: Path) -> None:
-    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need, or if they do not read
-    the calls that its chat template writes."""
-    section = config.rollout_manager
-    _check_apart(
-        _LOAD_PARSERS,
-        str(folder),
-        config.data.model_dump_json(),
-        section.tool_call_parser,
-        section.reasoning_parser or "",
-        what="vLLM's parsers",
-        remedy="leave out rollout_manager.tool_call_parser and reasoning_parser",
-    )
-
-
 def check_options(config: Config) -> None:
     """Let DeepSpeed and vLLM themselves check the options that are passed on to them; they would at the start of the
     engines, which takes longer. For the quickstart's model, which need not be there, vLLM is not asked. Raises
@@ -264,14 +184,14 @@ def check_options(config: Config) -> None:
     if config.model != "quickstart" and config.generator.engine_options:
         folder = resolve_model(config, weights=False)
     if config.steps and config.trainer.deepspeed_options:
-        _check_apart(
+        check_apart(
             _CHECK_DEEPSPEED,
             here.trainer.model_dump_json(),
             what="DeepSpeed",
             remedy="leave out trainer.deepspeed_options",
         )
     if folder:
-        _check_apart(
+        check_apart(
             _CHECK_VLLM,
             str(folder),
             here.generator.model_dump_json(),
@@ -287,20 +207,7 @@ def check_names(config: Config) -> None:
     folder = resolve_model(config, weights=False)
     if weight_sizes(folder):
         remedy = "leave out the rehearsal"
-        _check_apart(_CHECK_NAMES, str(folder), what="transformers", remedy=remedy)
-
-
-def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
-    """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
-    Raises UserError with the sentence of the one that `code` raises."""
-    command = tied(sys.executable, "-c", _IN_A_PROCESS.format(textwrap.indent(code, "    ")), *arguments)
-    with explain(
-        subprocess.TimeoutExpired,
-        f"{what} did not load within {ENGINE_SECONDS:g} s: {remedy}, or start the run on a machine that is less busy.",
-    ):
-        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=ENGINE_SECONDS)
-    if process.returncode:
-        raise UserError((process.stderr.strip() or f"{what} exited with {process.returncode}.").splitlines()[-1])
+        check_apart(_CHECK_NAMES, str(folder), what="transformers", remedy=remedy)
 
 
 def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
@@ -317,14 +224,9 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
         check_adapters(folder, weight_sizes(folder), config.trainer.lora)
-    if config.rollout_manager.needs_parsers:
-        check_parsers(config, folder)
     tokenizer = load_tokenizer(str(folder), config.data)
-    if config.rollout_manager.may_need_parsers and writes_calls(tokenizer):
-        try:
-            check_parsers(config, folder)
-        except UserError as error:
-            print(f"Note: samples fail if the agent offers tools. {error}", file=sys.stderr)
+    if check_parsers := extensions.part_of("agents", "check_parsers"):
+        check_parsers(config, folder, tokenizer)
     workflow = config.rollout_manager.workflow
     for text in texts_of(workflow, config.rollout_manager.workflow_options):
         if character := missing_character(tokenizer, text):

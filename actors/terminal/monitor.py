@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from actors.watching.health import status_of
+from actors.watching.run_status import status_of
 from areal.base.text import duration, shown
 from protocols.bus_errors import BusError
 from protocols.messages import Message, Shutdown, actor_name

@@ -6,9 +6,9 @@ It is for the probes of cluster managers, and for scripts that wait until a run 
 import asyncio
 from typing import Any
 
-from areal.base.text import all_shown
+from actors.watching.run_status import status_of
 from protocols.bus_errors import BusError
-from protocols.messages import AskStatus, Status, actor_name
+from protocols.messages import actor_name
 from protocols.transport import Bus, ask_until
 
 ASK_SECONDS = 5.0
@@ -17,14 +17,6 @@ PAUSE_SECONDS = 0.5
 
 class UnhealthyError(BusError):
     """The run or the actor did not become healthy in time. The message says what was missing."""
-
-
-async def status_of(bus: Bus, master: str, seconds: float, since: int | None = None) -> dict[str, Any]:
-    """The status of the run, from its master. since: include the recent steps after this one. Raises BusError."""
-    answer = await bus.peer(master).ask(AskStatus(since=since), seconds)
-    if not isinstance(answer, Status):
-        raise BusError(f"{master} answered {answer.kind!r}")
-    return {key: all_shown(value) for key, value in answer.values.items()}
 
 
 async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float) -> str:

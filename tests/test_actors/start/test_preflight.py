@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support.process_tree import needs_namespaces
 from support.tiny_training import make_model
 
+from actors.scorer import scorer_checks
 from actors.start import preflight, row_checks
 from areal.base.errors import UserError
 from areal.config import Config
@@ -196,7 +197,7 @@ def test_a_scorer_without_room_for_the_longest_sample_is_refused_before_the_run(
     scorers = {"wise": {"model": "m", "max_model_len": 90}}
     config = config_of(None, data=data, **{"scorers": scorers, "trainer": {"teacher": "wise"}, **changes})
     source = open_source(config.data, config.seed)
-    rooms = preflight.rooms_of(config, {"wise": tmp_path})
+    rooms = scorer_checks.rooms_of(config, {"wise": tmp_path})
     with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
         row_checks.check_prompts(config, source, byte_tokenizer(), None, rooms)
 
@@ -267,9 +268,9 @@ def test_a_teacher_has_the_policys_tokenizer(tmp_path):
     for folder in tmp_path.iterdir():
         (folder / "config.json").write_text("{}")
     config = config_of("rows.jsonl", scorers={"wise": {"model": "m"}}, trainer={"teacher": "wise"})
-    preflight.check_scorer(config, "wise", tmp_path / "many", tmp_path / "many")
+    scorer_checks.check_scorer(config, "wise", tmp_path / "many", tmp_path / "many")
     with pytest.raises(UserError, match="another tokenizer than the model .*few, whose tokens it is to score"):
-        preflight.check_scorer(config, "wise", tmp_path / "many", tmp_path / "few")
+        scorer_checks.check_scorer(config, "wise", tmp_path / "many", tmp_path / "few")
 
 
 @pytest.fixture
@@ -465,7 +466,7 @@ def test_a_reward_model_has_a_head_and_reads_a_chat(tmp_path, changes, architect
     liked = {"model": str(tmp_path), "kind": "reward_model", **changes}
     config = config_of("rows.jsonl", scorers={"liked": liked}, reward={"functions": "liked"})
     with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
-        preflight.check_scorer(config, "liked", tmp_path, None)
+        scorer_checks.check_scorer(config, "liked", tmp_path, None)
 
 
 @needs_namespaces
