@@ -105,6 +105,12 @@ class SlurmCluster:
             return self.call("squeue", "--noheader", f"--jobs={job}", f"--format={form}").strip()
         return ""
 
+    def cancel_jobs(self) -> None:
+        """End all jobs, and wait until no node has a process of one."""
+        self.call("scancel", "--full", "--signal=KILL", "--user=root")
+        self.call("scancel", "--user=root")
+        until(lambda: not self.call("squeue", "--noheader"))
+
     def lose(self, node: str) -> None:
         """A node is gone, with all its processes."""
         self._kill_processes(node)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,17 @@ MAX_STALENESS = 4
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def cluster_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     first = 17817 + 20 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), 4, first, first + 10) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def slurm(cluster_of_tests: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, of which no test leaves a job to the next."""
+    yield cluster_of_tests
+    cluster_of_tests.cancel_jobs()
 
 
 class LaunchedRun:
@@ -85,10 +93,18 @@ class LaunchedRun:
         until(lambda: steps_trained(self.folder) >= goal)
 
     def start_again(self) -> None:
-        """Have the requeued job start soon: Slurm puts it off for two minutes, and kills one that starts at once."""
+        """Have the requeued job start soon. Slurm puts it off for two minutes, at some time after it is requeued, and
+        kills a job that starts at once."""
         job = ClusterJob.of(self.folder)
+
+        def has_started() -> bool:
+            state, start = self.slurm.job("%T %S", job.name).split()
+            if state == "PENDING" and start > f"{datetime.now() + timedelta(seconds=10):%FT%T}":
+                self.slurm.call("scontrol", "update", f"jobid={job.name}", "starttime=now+5seconds")
+            return state == "RUNNING"
+
         until(lambda: self.slurm.job("%T", job.name) == "PENDING")
-        self.slurm.call("scontrol", "update", f"jobid={job.name}", "starttime=now+5seconds")
+        until(has_started)
 
     def stop(self) -> None:
         assert f"slurm {ClusterJob.of(self.folder).name}" in self.areal("ps", "--runs", str(self.folder.parent)).stdout
