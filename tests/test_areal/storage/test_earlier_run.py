@@ -65,7 +65,8 @@ values = {
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path) -> Path:
     with tarfile.open(Path(__file__).with_name("earlier_run.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+        # Python has the filter since 3.11.4, and asks for it since 3.12.
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     folder = tmp_path / "earlier"
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("MODEL", str(tiny_model)))
