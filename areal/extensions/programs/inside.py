@@ -297,6 +297,12 @@ def write(path, text):
         file.write(text)
 
 
+def add_packages(folders):
+    """Find the run's packages before those beside the interpreter, which may be other versions."""
+    first = next((i for i, folder in enumerate(sys.path) if folder.endswith("-packages")), len(sys.path))
+    sys.path[first:first] = folders
+
+
 def enter_root(folders, packages):
     """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
     `packages` are the folders at /packages/0, /packages/1, ...; their paths on the host are not shown."""
@@ -321,7 +327,7 @@ def enter_root(folders, packages):
         bind(folder)
     for number, folder in enumerate(packages):
         bind(folder, f"/packages/{number}")
-        sys.path.append(f"/packages/{number}")
+    add_packages([f"/packages/{number}" for number, _ in enumerate(packages)])
     os.makedirs(PYTHONS)
     for name in "python", "python3":
         os.symlink(sys.executable, f"{PYTHONS}/{name}")
@@ -880,7 +886,7 @@ def main():
                 return
             enter_root(folders, packages.split(os.pathsep))
         else:
-            sys.path += packages.split(os.pathsep)
+            add_packages(packages.split(os.pathsep))
         with contextlib.suppress(ImportError):
             tests_runner.pytest_config()
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -68,6 +68,12 @@ async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_n
             await code.score("", right, row)
 
 
+async def test_tests_have_the_packages_of_the_run_and_not_those_beside_its_interpreter(anywhere):
+    check = f"assert f(pytest.__version__) == {pytest.__version__!r}"
+    row = {"test": f"import pytest\nfrom solution import f\ndef test_f():\n    {check}\n"}
+    assert (await anywhere.score("", "```python\ndef f(x): return x\n```", row))[0] == 1.0
+
+
 @an_eighth_or_all
 async def test_right_programs_of_every_kind_pass_in_one_of_the_ways(code, anywhere, share):
     slots = asyncio.Semaphore(2)
