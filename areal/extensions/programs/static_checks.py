@@ -280,7 +280,7 @@ def _is_class(name: str) -> bool:
 
 def _undefined(sources: Iterable[str]) -> set[str]:
     """Names, built-in ones included, that are looked up in the namespace of the sources, which do not define them."""
-    tables = [symtable.symtable(source, "tests", "exec") for source in sources]
+    tables = [symtable.symtable(_with_generators(source), "tests", "exec") for source in sources]
     symbols = [symbol for table in tables for symbol in table.get_symbols()]
     defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
@@ -289,3 +289,24 @@ def _undefined(sources: Iterable[str]) -> set[str]:
         used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
         inner += table.get_children()
     return used - defined
+
+
+def _with_generators(source: str) -> str:
+    """The source with generators in place of comprehensions: from Python 3.12 on, tables of symbols have the variables
+    of a comprehension as variables of the code around it."""
+    tree = ast.parse(source)
+    if not any(isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp) for node in ast.walk(tree)):
+        return source
+    return ast.unparse(_Generators().visit(tree))
+
+
+class _Generators(ast.NodeTransformer):
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)

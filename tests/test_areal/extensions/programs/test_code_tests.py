@@ -68,6 +68,12 @@ async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_n
             await code.score("", right, row)
 
 
+async def test_a_variable_of_a_comprehension_does_not_hide_a_function_of_the_program(anywhere):
+    program = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(x): return x"
+    row = {"test_list": ["assert P(1).x == 1 and [f for f in 'xy'] == ['x', 'y']", "assert f(2) == 2"]}
+    assert (await anywhere.score("", f"```python\n{program}\n```", row))[0] == 1.0
+
+
 async def test_tests_have_the_packages_of_the_run_and_not_those_beside_its_interpreter(anywhere):
     check = f"assert f(pytest.__version__) == {pytest.__version__!r}"
     row = {"test": f"import pytest\nfrom solution import f\ndef test_f():\n    {check}\n"}
