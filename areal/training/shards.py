@@ -101,7 +101,6 @@ class WeightCopies:
         parameters: Mapping[str, torch.nn.Parameter],
         messages: RankMessages,
         division: Division,
-        *,
         adapters: bool,
     ) -> None:
         self._module, self._division = module, division

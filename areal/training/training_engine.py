@@ -188,8 +188,7 @@ class TrainingEngine:
             self.passes.compile(self._module, head)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
-        copied = self._module, self._published, self.messages, self._division
-        self._weights = WeightCopies(*copied, adapters=config.lora is not None)
+        self._weights = WeightCopies(self._module, self._published, self.messages, self._division, bool(config.lora))
         self._snapshot, self._offloaded = dict[str, Tensor](), OffloadedTensors()
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)

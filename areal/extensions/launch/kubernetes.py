@@ -7,7 +7,6 @@ admits all pods at once, or none.
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 from areal.base.errors import UserError
 from areal.extensions.launch.master import CONFIG
 from areal.extensions.launch.placement import Process
+from areal.extensions.launch.scheduler_program import advice_on, call
 from areal.extensions.launch.targets import Launch
 
 MANIFEST = "jobset.yaml"
@@ -89,19 +89,17 @@ class Kubernetes:
 
 def _kubectl(*words: str, text: str | None = None) -> str:
     """What kubectl prints. text: its input. Raises UserError."""
-    try:
-        result = subprocess.run(
-            ("kubectl", *words), input=text, capture_output=True, text=True, timeout=COMMAND_SECONDS
-        )
-    except FileNotFoundError:
-        raise UserError("There is no kubectl here: install it, and choose a cluster.") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"kubectl {words[0]} took more than {COMMAND_SECONDS:g} s: look whether the cluster answers."
-        ) from None
+    result = call(
+        "kubectl",
+        *words,
+        seconds=COMMAND_SECONDS,
+        missing="There is no kubectl here: install it, and choose a cluster.",
+        slow=f"kubectl {words[0]} took more than {COMMAND_SECONDS:g} s: look whether the cluster answers.",
+        text=text,
+    )
     if result.returncode:
         reason = " ".join(result.stderr.split()).rstrip(".")
-        advice = next((text for form, text in REFUSALS.items() if re.search(form, reason)), "look at kubectl's words")
+        advice = advice_on(reason, REFUSALS, "look at kubectl's words")
         raise UserError(f"Kubernetes refuses it ({reason:.300}): {advice}.")
     return result.stdout
 
@@ -164,7 +162,7 @@ def _jobs(launch: Launch) -> Iterator[tuple[str, list[Process]]]:
     """The jobs besides the master's: their names, and the process of each pod."""
     jobs: dict[str, list[Process]] = {}
     for process in launch.placement.processes:
-        name = "-".join((process.role, *process.options[1::2])).replace("_", "-").lower()
+        name = process.name.replace("_", "-").lower()
         jobs.setdefault(name, []).append(process)
     yield from jobs.items()
 

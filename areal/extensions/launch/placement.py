@@ -44,6 +44,11 @@ class Process:
     devices: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Its role, and the values of its options: `scorer-wise`. Processes of one name are alike."""
+        return "-".join((self.role, *self.options[1::2]))
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -20,7 +20,6 @@ Folder RUN_FOLDER/launch: `ray.json` has the processes, `address` and `rendezvou
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -38,6 +37,7 @@ from areal.base.children import kill_group
 from areal.base.errors import UserError
 from areal.base.processes import tied
 from areal.base.text import error_text, shown
+from areal.extensions.launch.gang import free_port
 from areal.extensions.launch.ray_plan import ADDRESS, LOG, PLAN, RENDEZVOUS, STOP
 from areal.storage.disk import replace
 
@@ -103,9 +103,9 @@ class KeptProcess:
     def _announce(self) -> None:
         """Say where the master is, or the first node of the trainer, for all other processes."""
         if self._process["name"] == "master":
-            replace(self._folder / ADDRESS, f"tcp://{self._host}:{_free_port(self._port)}")
+            replace(self._folder / ADDRESS, f"tcp://{self._host}:{free_port('', self._port)}")
         elif self._process["leads"]:
-            replace(self._folder / RENDEZVOUS, f"{self._host}:{_free_port(self._rendezvous_port)}")
+            replace(self._folder / RENDEZVOUS, f"{self._host}:{free_port('', self._rendezvous_port)}")
 
     def _places(self) -> dict[str, str] | None:
         """The addresses for which variables of the command stand, as they are now; None until they are there."""
@@ -278,13 +278,3 @@ def _with_places(word: str, places: Mapping[str, str]) -> str:
     for name, place in places.items():
         word = word.replace(name, place)
     return word
-
-
-def _free_port(preferred: int) -> int:
-    """This port, or a free one if it is taken on this node."""
-    for port in (preferred, 0):
-        with suppress(OSError), socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
-            return int(sock.getsockname()[1])
-    return preferred

@@ -44,7 +44,7 @@ def _parts(launch: Launch, python: str, shield: bool) -> Iterator[dict[str, Any]
         devices = ",".join(str(device) for process in processes for device in process.devices)
         visible = f"env CUDA_VISIBLE_DEVICES={devices} " if launch.cluster.device == "gpu" else ""
         roles = {process.role for process in processes}
-        name = "roles" if len(roles) > 1 else "-".join((*roles, *processes[0].options[1::2]))
+        name = "roles" if len(roles) > 1 else processes[0].name
         words = launch.command(processes, "$address", "$rendezvous")
         if shield and "torch.distributed.run" in words:  # a second TERM would end the ranks at once
             words.insert(2, "--signals-to-handle=SIGINT")

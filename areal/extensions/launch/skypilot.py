@@ -1,13 +1,13 @@
 """The target `skypilot`: a task of SkyPilot's, which makes the nodes, and starts on each the roles that it has."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from areal.base.errors import UserError
+from areal.extensions.launch.scheduler_program import call
 from areal.extensions.launch.scripts import render, values_of
 from areal.extensions.launch.targets import Launch
 
@@ -83,12 +83,13 @@ def name_of(launch: Launch) -> str:
 
 def _sky(*words: str) -> str:
     """What SkyPilot prints. Raises UserError."""
-    try:
-        result = subprocess.run(("sky", *words), capture_output=True, text=True, timeout=COMMAND_SECONDS)
-    except FileNotFoundError:
-        raise UserError("There is no sky here: pip install 'skypilot[...]' for your cloud.") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"sky {words[0]} took more than {COMMAND_SECONDS:g} s: see `sky status`.") from None
+    result = call(
+        "sky",
+        *words,
+        seconds=COMMAND_SECONDS,
+        missing="There is no sky here: pip install 'skypilot[...]' for your cloud.",
+        slow=f"sky {words[0]} took more than {COMMAND_SECONDS:g} s: see `sky status`.",
+    )
     if result.returncode:
         last = (result.stderr.strip() or result.stdout.strip() or "no reason").splitlines()[-1].rstrip(".")
         raise UserError(f"SkyPilot refuses it ({last:.300}): correct the section cluster, or see `sky check`.")

@@ -5,15 +5,14 @@ that only generates may be lost: the job goes on with the others (`--no-kill`). 
 trains is lost, before its time limit, and when it is preempted; then the run resumes from its last checkpoint.
 """
 
-import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from areal.base.errors import UserError
 from areal.extensions.launch.placement import Placement
+from areal.extensions.launch.scheduler_program import advice_on, call
 from areal.extensions.launch.scripts import render, values_of
 from areal.extensions.launch.targets import Launch
 from areal.storage.disk import replace
@@ -76,17 +75,15 @@ class Slurm:
 
 def _slurm(*command: str) -> str:
     """What a program of Slurm prints. Raises UserError."""
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
-    except FileNotFoundError:
-        raise UserError(f"There is no {command[0]} here: call areal on a node of Slurm's.") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{command[0]} did not answer within {COMMAND_SECONDS:g} s: ask who keeps Slurm.") from None
+    result = call(
+        *command,
+        seconds=COMMAND_SECONDS,
+        missing=f"There is no {command[0]} here: call areal on a node of Slurm's.",
+        slow=f"{command[0]} did not answer within {COMMAND_SECONDS:g} s: ask who keeps Slurm.",
+    )
     if result.returncode:
         words = " ".join(result.stderr.replace(f"{command[0]}: error: ", "").split()).rstrip(".")
-        advice = next(
-            (advice for form, advice in REFUSALS.items() if re.search(form, words)), "correct the section cluster"
-        )
+        advice = advice_on(words, REFUSALS, "correct the section cluster")
         raise UserError(f"Slurm refuses it ({words}): {advice}.")
     return result.stdout
 
@@ -130,7 +127,7 @@ def _places(placement: Placement) -> str:
     """The nodes of each role, as the values of an array of the shell."""
     roles: dict[str, list[str]] = {}
     for process in placement.processes:
-        roles.setdefault("-".join((process.role, *process.options[1::2])), []).append(f"{process.node}")
+        roles.setdefault(process.name, []).append(f"{process.node}")
     return " ".join(f'[{role}]="{" ".join(dict.fromkeys(nodes))}"' for role, nodes in roles.items())
 
 
