@@ -4,6 +4,7 @@ The trainer has the first devices: those of one node, or as many of each of the 
 Generators and scorers follow, each on one node. Roles without devices go round the nodes, from node 0 on, where the
 master and the evaluator are, too: the run needs that node in any case.
 
+>>> from areal.config import load_config
 >>> nodes = ClusterConfig(nodes={"gpu": {"count": 2, "devices": 8}})
 >>> placed = place(load_config("configs/deploy/run.yaml"), nodes)
 >>> [(process.role, process.node, process.devices) for process in placed.processes[:2]]
