@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 PAGES = [ROOT / "Makefile", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted(ROOT.glob("areal/extensions/*/README.md"))
+PAGES += [*sorted(ROOT.glob("areal/extensions/*/README.md")), ROOT / "configs" / "paper" / "README.md"]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py"))}
 SCRIPTS = [path for path, text in TEXTS.items() if "\nimport argparse" in text and "\nif __name__ ==" in text]
 BENCHMARKS = [path.stem for path in SCRIPTS if path.parent.name == "benchmarks" and path.stem != "trl_runs"]

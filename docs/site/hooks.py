@@ -30,8 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def with_extensions(text: str) -> str:
-    """Links to the folders of extensions lead to their pages on the site."""
-    return re.sub(r"\]\((?:\.\./)?(?:areal/extensions|actors)/(\w+)/README\.md", r"](extensions/\1.md", text)
+    """Links to the folders of extensions, and to CONTRIBUTING.md above docs/, lead to their pages on the site."""
+    text = re.sub(r"\]\((?:\.\./)?(?:areal/extensions|actors)/(\w+)/README\.md", r"](extensions/\1.md", text)
+    return text.replace("](../CONTRIBUTING.md", "](CONTRIBUTING.md")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -39,15 +39,14 @@ RATIOS = {
 INTRODUCTION = """\
 # Results
 
-This page is for everyone who wants to know what came out, and to check it.
+This page lists the recipes that ran whole, and says how to check them.
 
 <!-- Written by docs/site/results_page.py from docs/records/: run it, do not edit. -->
 
-Each row is a recipe that ran whole, on the machine that it names. *result* is the held-out accuracy after the last
-step, as the mean over the seeds with its standard error; *before* is the accuracy before the first step; *band* is
-where one more seed ends with a probability of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the
-first seed over its steps, from its lowest to its highest value; *minutes* contain the start and, where a run was
-stopped and resumed, the stop; *commit* is that of the program that read the figures from the runs.
+*result* is the held-out accuracy after the last step, as the mean over the seeds with its standard error; *before* is
+the accuracy before the first step; *band* is where a further seed ends with a probability of 95 % (`expect.yaml`
+beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the start; *commit* is
+the commit of the program that read the figures from the runs.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
@@ -60,26 +59,25 @@ make recipes                                                         # all of th
 RECORD = """
 ## What a record is
 
-`areal export-record runs/NAME --out NAME.tar.zst` writes the record of a finished run as one file of at most 10 MB
-(`--most-mb`): configuration, versions and commit, metrics, evaluations, events, journal, the model that the run began
-with, rollouts, and checkpoints as far as they fit; it prints what does not. To train the run again, an audit needs
-the model and all rollouts. Secrets and paths of the machine are replaced in what the system wrote. Prompts and
-completions stay as they are: publish no record of private data. `SHA256SUMS` has the digests; a file of which a byte
-has changed is refused. What a stranger's record may do is in
+`areal export-record runs/NAME --out NAME.tar.zst` writes the record of a finished run as a file of at most 10 MB
+(`--most-mb`): configuration, versions and commit, metrics, evaluations, events, journal, the first model, rollouts,
+and checkpoints as far as they fit. To train the run again, an audit needs the model and all rollouts. Secrets and
+paths of the machine are replaced in the texts that the system wrote. Prompts and completions stay as they are:
+publish no record of private data. `SHA256SUMS` has the digests; a changed file is refused. See also
 [security](security.md#what-a-configuration-and-a-run-folder-may-do).
 
-An audit that finds other weights says in which processor and packages this machine differs from that of the record,
-and up to which step the losses agree. Rounding differs between processors, and grows with the steps.
+An audit that finds other weights names the differences in processor and packages between this machine and the record,
+and the step up to which the losses agree. Rounding differs between processors, and grows with the steps.
 
-`areal check-recipe FOLDER` runs a recipe with three seeds and compares how they end with its `expect.yaml`: accuracy,
-reward, `engine_gap`, minutes on the same processor, staleness, alerts. It writes NAME.json and the record of the
-first seed, and ends with exit code 1 if a run leaves its band. `--write` writes the bands.
+`areal check-recipe FOLDER` runs a recipe with three seeds and compares the ends with its `expect.yaml`: accuracy,
+reward, `engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run leaves its band.
+NAME.json has the figures, and the record is of the first seed. `--write` writes the bands.
 """
 BENCHMARKS = """
 ## Benchmarks
 
-Ratios are medians over rounds, with the least and the greatest. Each row is from the file that it links, which
-`python tests/benchmarks/NAME.py --json docs/records/benchmarks/NAME.json` writes.
+Ratios are medians over rounds, with the least and the greatest. `python tests/benchmarks/NAME.py --json
+docs/records/benchmarks/NAME.json` writes the linked file.
 
 | benchmark | compares | ratio | rounds |
 |---|---|---|---|
@@ -152,9 +150,9 @@ def _not_run() -> Iterator[str]:
     for recipe, figures in _recipes():
         if not figures:
             needs = recipe.run["needs"]
-            lines.append(f"* `{recipe.name}`: no band yet, not run{f'; it needs {needs}' if needs else ''}\n")
+            lines.append(f"* `{recipe.name}`{f' (needs {needs})' if needs else ''}\n")
     if lines:
-        yield "\nRecipes without a row:\n\n"
+        yield "\nRecipes that have not run whole, and have no band yet:\n\n"
         yield from lines
 
 
