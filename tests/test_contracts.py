@@ -43,7 +43,7 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
         "- areal.attic",  # a room without a place on the map
     ),
     "Rooms of the actors": (
-        {"actors.watching.health": "actors.master.master", "actors.generator": "actors.trainer.trainer"},
+        {"actors.watching.health": "actors.master.master", "actors.generator.generator": "actors.trainer.trainer"},
         "",
     ),
     "The roles and what they share": (

@@ -6,13 +6,9 @@ import contextlib
 import functools
 import html
 import inspect
-import os
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -20,16 +16,13 @@ from typing import Any, ParamSpec, Self, TypeVar
 from actors.api.call_settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.api.function_pool import FunctionPool
 from actors.api.local_actors import LocalActors
-from actors.api.python_rows import FILE as ROWS
+from actors.api.run_process import LOOK_SECONDS, RunFailed, RunProcess, launch
 from actors.reward import Reward
-from actors.rollout_manager import RolloutManager
+from actors.rollout_manager.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.runtime.bound_addresses import locate
-from actors.watching.machine_runs import STOP_SECONDS, run_in, stop_run
 from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.base.processes import START, SUPERVISED
-from areal.base.text import all_shown
 from areal.config import Config
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
@@ -39,17 +32,8 @@ from areal.storage.run_folder import config_of_run, last_checkpoint, read_summar
 from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus
 
-CONSOLE = "console.log"
-# Intervals of looking at its record, and of asking its master what to show in a notebook.
-LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class RunFailed(Exception):
-    """A run has ended before its end. The message says why."""
 
 
 def _named(function: Callable[P, T]) -> Callable[P, T]:
@@ -112,7 +96,7 @@ def start(
 
 
 def _start(settings: Settings, show: bool) -> "LiveRun":
-    run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
+    run = LiveRun(settings.config.folder, settings.config, launch(settings, outlives=not show), show)
     try:
         run._find_master(LOOK_SECONDS)
         run._serve(settings.rewards)
@@ -148,10 +132,7 @@ class LiveRun:
     ) -> None:
         self.folder = folder
         self.config = config
-        self._process = process
-        self._show = show
-        self._shown = 0  # bytes of its console
-        self._view: Any = None  # of a notebook
+        self._process = RunProcess(folder, config, process, show)
         self._new_steps = new_steps(folder)
         self._version = 0
         self._member: LocalActors | None = None
@@ -165,7 +146,7 @@ class LiveRun:
 
     def __exit__(self, *raised: object) -> None:
         """Leave the run; one that this process has started is stopped."""
-        if self._process is not None:
+        if self._process.is_own:
             self._stop()
         self.leave()
 
@@ -225,36 +206,14 @@ class LiveRun:
     def wait(self, step: int | None = None) -> None:
         """Wait until so many steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
         or has not reached its end."""
-        self._view = None
-        while not (self._has_ended() if step is None else self._has_trained(step)):
-            self._show_live()
-            time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
-            self._print_console()
-        self._print_console()
 
-    def _print_console(self) -> None:
-        if self._show:
-            with (self.folder / CONSOLE).open("rb") as console:
-                console.seek(self._shown)
-                lines = [line for line in console if line.endswith(b"\n")]
-            told = b"".join(line for line in lines if not (self._view and line.startswith(b"step ")))
-            print(_of_caller(self.folder, told.decode(errors="replace")), end="", flush=True)
-            self._shown += sum(map(len, lines))
+        def is_over() -> bool:
+            return self._has_ended() if step is None else self._has_trained(step)
 
-    def _show_live(self) -> None:
-        """In a notebook, show what the run is doing, in one place below the cell that waits."""
-        kernel = sys.modules.get("ipykernel.zmqshell")
-        render = extensions.part_of("terminal", "render")
-        if self._member is None or not render or not kernel or not kernel.ZMQInteractiveShell.initialized():
-            return
-        display: Any = import_module("IPython.display").display
+        def status(patience: float) -> Any:
+            return self._member and self._member.ask(AskStatus(), patience).values
 
-        with contextlib.suppress(UserError):  # the master is busy, or has ended
-            view = render(all_shown(self._member.ask(AskStatus(), LIVE_SECONDS).values))
-            if self._view is None:
-                self._view = display(view, display_id=True)
-            else:
-                self._view.update(view)
+        self._process.wait_until(is_over, status)
 
     def stop(self) -> Any:
         """Stop the run, which saves a checkpoint and can be resumed (`--resume`), and wait until it has ended:
@@ -266,40 +225,23 @@ class LiveRun:
         return loop.run_in_executor(None, self._stop)
 
     def _stop(self) -> None:
-        if self._ended:
-            return
-        if self._process is None:
-            stop_run(run_in(self.folder))
-        else:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(self.config.master.drain_seconds + STOP_SECONDS)
-        self.leave()
+        if not self._process.ended:
+            self._process.stop()
+            self.leave()
 
     def _has_trained(self, number: int) -> bool:
-        ended = self._ended
+        ended = self._process.ended
         if self.version >= number:
             return True
         if ended:
-            raise RunFailed(f"The run ended at step {self.version}: {self._reason}")
+            raise RunFailed(f"The run ended at step {self.version}: {self._process.reason}")
         return False
 
     def _has_ended(self) -> bool:
-        ended = self._ended
+        ended = self._process.ended
         if ended and not (self.summary or {}).get("ok"):
-            raise RunFailed(self._reason)
+            raise RunFailed(self._process.reason)
         return ended
-
-    @property
-    def _ended(self) -> bool:
-        return self._process.poll() is not None if self._process else claimed_address(self.folder) is None
-
-    @property
-    def _reason(self) -> str:
-        if (summary := self.summary) is not None:
-            return str(summary["reason"])
-        lines = _of_caller(self.folder, _text(self.folder / CONSOLE)).splitlines()
-        return lines[-1] if lines else f"it left no record in {self.folder}"
 
     # --- what this process does for it
 
@@ -344,28 +286,21 @@ class LiveRun:
         UserError and RunFailed."""
         ready = self._membership.add(kind, **options)
         while not ready.done():
-            self._pause_while_it_runs()
+            self._process.pause_while_it_runs()
         ready.result()
-
-    def _pause_while_it_runs(self) -> None:
-        """Raises UserError or RunFailed if the process of the run has ended."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise (UserError if code == 2 else RunFailed)(self._reason)
-        time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
-        self._print_console()
 
     def _find_master(self, patience: float) -> None:
         """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
         for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
-        while self._process is not None and claimed_address(self.folder) is None:
-            self._pause_while_it_runs()
+        while self._process.is_own and claimed_address(self.folder) is None:
+            self._process.pause_while_it_runs()
         self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
         atexit.register(self._member.leave)
 
     @property
     def _membership(self) -> LocalActors:
-        if self._member is None or self._ended:
-            raise UserError(f"The run in {self.folder} is over: {self._reason}")
+        if self._member is None or self._process.ended:
+            raise UserError(f"The run in {self.folder} is over: {self._process.reason}")
         return self._member
 
 
@@ -389,38 +324,6 @@ class RolloutTable:
         from areal.extensions.desk.rollout_queries import Rollouts
 
         return _table(Rollouts(self._record).sql(query))
-
-
-def _launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
-    """The process of a run. outlives: whether the run goes on if this process ends, however that happens."""
-    folder = settings.config.folder
-    command = [sys.executable, START, "--config", str(settings.file)]
-    # A kernel sets them, and rich would write its live view into the file.
-    left_out = ("FORCE_COLOR", "TTY_COMPATIBLE", SUPERVISED)
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    if not outlives:
-        environment[SUPERVISED] = str(os.getpid())
-    with (folder / CONSOLE).open("wb") as console:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
-    return process
-
-
-def _of_caller(folder: Path, text: str) -> str:
-    """What the run has printed, without the file of rows that its caller gave as objects."""
-    return text.replace(f"data.source {str((folder / ROWS).absolute())!r}", "data")
-
-
-def _text(file: Path) -> str:
-    with contextlib.suppress(OSError):
-        return file.read_text(errors="replace")
-    return ""
 
 
 def _table(records: list[dict[str, Any]]) -> Any:

@@ -74,18 +74,32 @@ class SessionReward(BaseModel):
         return UserReward(value, parts, self.call, self.id)
 
 
+class SessionStates(Protocol):
+    """The interface of the table of sessions (actors.gateway.session_table.SessionTable). Raises ApiError."""
+
+    async def state(self, name: str) -> dict[str, Any]: ...
+
+
+class EndsSessions(Protocol):
+    """The interface of the ends of sessions (actors.gateway.session_ends.SessionEnds). All methods raise ApiError."""
+
+    async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
+    async def end(self, name: str) -> dict[str, Any]: ...
+
+
 class ServesSessions(Protocol):
-    """What the endpoint needs of a gateway. All raise ApiError."""
+    """The interface of a gateway's sessions (actors.gateway.open_sessions.OpenSessions). All methods raise ApiError."""
 
     @property
     def policy(self) -> ServedPolicy: ...
+    @property
+    def table(self) -> SessionStates: ...
+    @property
+    def ends(self) -> EndsSessions: ...
     def check_call(self, name: str, mark: str) -> None: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
     async def give_back(self, session: UserSession) -> None: ...
     def untrained(self, key: str, request: SamplingFields) -> UserSession: ...
-    async def state(self, name: str) -> dict[str, Any]: ...
-    async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
-    async def end(self, name: str) -> dict[str, Any]: ...
     async def delete(self, name: str) -> dict[str, Any]: ...
 
 
@@ -220,16 +234,16 @@ class GatewayEndpoint(OpenAIEndpoint):
 
     async def _state(self, request: web.Request) -> web.Response:
         session = self._named(request, "serve", "reward", "reward_all", use=KeyAccount.use_calls)
-        return web.json_response(await self._sessions.state(session))
+        return web.json_response(await self._sessions.table.state(session))
 
     async def _reward_session(self, request: web.Request) -> web.Response:
         session = self._named(request, "reward", "reward_all")
         body = parse(SessionReward, await body_of(request))
         reward = body.within(self._settings.reward_range)
-        return web.json_response(await self._sessions.reward(session, reward))
+        return web.json_response(await self._sessions.ends.reward(session, reward))
 
     async def _end(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._sessions.end(self._named(request, "serve")))
+        return web.json_response(await self._sessions.ends.end(self._named(request, "serve")))
 
     async def _delete(self, request: web.Request) -> web.Response:
         session = self._named(request, "serve")

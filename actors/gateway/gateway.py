@@ -93,7 +93,7 @@ class Gateway(Actor):
 
     async def _renew_leases(self) -> None:
         while True:
-            await self.sessions.renew()
+            await self.sessions.table.renew()
             await asyncio.sleep(self.config.master.lease_seconds / 4)
 
     async def _watch(self) -> None:

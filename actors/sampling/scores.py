@@ -1,28 +1,16 @@
-"""The scores of completions, by reward actors, scorers or the policy: of one sample, or of all samples of a group.
+"""The scores of completions, by reward actors, scorers or the policy itself."""
 
-The samples of a group wait for each other, and one call scores all their completions.
-"""
-
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from actors.sampling.flows import Job
-from actors.sampling.jobs import (
-    SampleFailed,
-    ScoreJob,
-    ScoringRules,
-    TokensJob,
-    ended,
-    score_with_retries,
-)
+from actors.sampling.jobs import ScoreJob, ScoringRules, TokensJob, score_with_retries
 from areal.base import extensions
 from areal.config import Config
-from areal.data.rows import Row, prompt_text
-from areal.rewards.result import Result, all_scored
+from areal.rewards.result import Result
 from areal.samples.trajectory import TokenScores
 
 
@@ -67,69 +55,3 @@ class Rewards:
         """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
         scores: TokenScores = await self._dispatch.run(TokensJob(self._rules, name, tokens))
         return scores
-
-
-class Sibling(Protocol):
-    """A sample that waits for the others of its group (actors.sampling.sessions.SampleSession)."""
-
-    async def save_rest(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class GroupScores:
-    """The scores of a group of `sessions`, in the order of their places. `needed`: as many samples make the group."""
-
-    def __init__(self, rewards: Rewards, row: Row, sessions: Sequence[Sibling], needed: int) -> None:
-        self._rewards = rewards
-        self._row = row
-        self._sessions = sessions
-        self._needed = needed
-        self._completions: dict[Sibling, str] = {}
-        self._complete = asyncio.Event()
-        self._scoring: asyncio.Task[dict[Sibling, dict[str, Result]]] | None = None
-
-    async def score(self, session: Sibling, names: Iterable[str], completion: str) -> dict[str, Result]:
-        """The results of these rewards for a sample's completion, once the group has all. What the sample has sampled
-        is saved meanwhile. Raises SampleFailed if a reward fails, or if the group has enough without the sample."""
-        if session in self._completions:
-            reason = f"it calls session.score twice, but {', '.join(names)} scores all samples of a group once"
-            raise SampleFailed("workflow", reason)
-        if self._complete.is_set():
-            raise ended()
-        self._completions[session] = completion
-        self._close_if_complete()
-        await session.save_rest()
-        await self._complete.wait()
-        if self._scoring is None:
-            self._scoring = asyncio.create_task(self._score_all([*names]))
-        return (await asyncio.shield(self._scoring))[session]
-
-    def finished(self, session: Sibling) -> None:
-        """A workflow has ended. If it did not ask for scores, the group is complete without its completion. Raises
-        SampleFailed if the group has enough without the sample."""
-        if session not in self._completions:
-            if self._complete.is_set():
-                raise ended()
-            self._needed -= 1
-            self._close_if_complete()
-
-    async def close(self) -> None:
-        """End the scoring. No task of it is left."""
-        if self._scoring is not None:
-            self._scoring.cancel()
-            await asyncio.gather(self._scoring, return_exceptions=True)
-
-    def _close_if_complete(self) -> None:
-        if len(self._completions) == self._needed:
-            self._complete.set()
-            for session in self._sessions:
-                if session not in self._completions:
-                    session.close()
-
-    async def _score_all(self, names: Sequence[str]) -> dict[Sibling, dict[str, Result]]:
-        sessions = [session for session in self._sessions if session in self._completions]
-        completions, prompt = [self._completions[session] for session in sessions], prompt_text(self._row.prompt)
-        results = await all_scored(
-            names, lambda name: self._rewards.score(name, prompt, completions, self._row.fields, None)
-        )
-        return {session: {name: results[name][n] for name in names} for n, session in enumerate(sessions)}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import Call, SampleFailed, SampleState
 from actors.sampling.own_code import OwnCode
-from actors.sampling.scores import GroupScores
 from actors.sampling.services import Services
 from areal.base.errors import UserError, explain
 from areal.config.engine_sections import SamplingConfig

@@ -1,4 +1,4 @@
-"""The trainer's store of scored samples, on disk, and of the calls of unfinished ones."""
+"""The trainer's store of scored samples, on disk until a checkpoint covers the step that trains them."""
 
 import asyncio
 import functools
@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from actors.runtime.actor import HandlesRequests, handles
 from actors.runtime.membership import Ask
 from actors.trainer.offered_pictures import OfferedPictures, use_disk
+from actors.trainer.unfinished_samples import UnfinishedSamples, check_holder
 from areal.base.errors import explain
 from areal.config import Config
 from areal.models import routing_of
@@ -21,26 +20,16 @@ from areal.samples.trajectory import Group, Note, Trajectory, check_kept_words, 
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart, StoredGroup
 from protocols.bus_errors import BusyError, FencedError, RefusedError
-from protocols.messages import (
-    AskCalls,
-    AskReuse,
-    AskSamples,
-    Done,
-    GroupAccepted,
-    GroupReady,
-    ReuseAnswer,
-    ScoredSample,
-    StoreCalls,
-    StoredCalls,
-    StoredSamples,
-    StoreSamples,
-)
+from protocols.messages import GroupAccepted, GroupReady, ScoredSample, StoreSamples
 from protocols.transport import Request
 
 
 class SampleStore(HandlesRequests):
-    """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it.
-    `pictures`: those of its samples."""
+    """Reports each complete group to the master.
+
+    on_disk: does a write, again until the disk has room. ask_master: as of `Membership`. `pictures`: the pictures of
+    the samples. `unfinished`: the stored work of unfinished groups.
+    """
 
     def __init__(
         self,
@@ -61,7 +50,8 @@ class SampleStore(HandlesRequests):
         self.pictures = OfferedPictures(config.pictures_folder, on_disk)
         self._ask_master = ask_master
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
-        self._reporting: set[str] = set()  # groups that are complete, while the master is told
+        self._reporting: set[str] = set()  # complete groups, while the master is told
+        self.unfinished = UnfinishedSamples(config, spool, self._use_spool, ask_master, self._report_ready)
 
     @handles(StoreSamples)
     async def store_samples(self, request: Request[StoreSamples]) -> GroupAccepted:
@@ -70,19 +60,16 @@ class SampleStore(HandlesRequests):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
 
         def put() -> StoredGroup:  # the disk may have been full for long
-            self._check_holder(request)
-            return self._spool.put_all(parts, self._size(stored.prompt_index))
+            check_holder(self._spool, request)
+            return self._spool.put_all(parts, samples_of(stored.prompt_index, self._config.group_size))
 
         stored_group = await self._use_spool(request, put)
-        if stored_group.group is None:  # a part that was forgotten meanwhile is of a group that is no longer alive
+        if stored_group.group is None:  # if a part was removed meanwhile, its group is no longer alive
             return GroupAccepted(accepted=parts.keys() <= set(stored_group.places))
         return GroupAccepted(accepted=await self._report_ready(stored_group.group))
 
-    def _size(self, prompt_index: int) -> int:
-        return samples_of(prompt_index, self._config.group_size)
-
     def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
-        """A sample for the spool. Raises ValueError for one that cannot be trained."""
+        """Decode and check a sample for the spool. Raises ValueError if the sample cannot be trained."""
         trajectory = Trajectory.of_frame(sample.frame.data)
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
@@ -98,82 +85,11 @@ class SampleStore(HandlesRequests):
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
 
-    @handles(AskSamples)
-    async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
-        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
-        as the master allows it, and is forgotten otherwise."""
-        group, size = request.message.group, self._size(request.message.prompt_index)
-        stored, unfinished = await self._oldest_versions(request, size)
-        if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
-            answer = await self._ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
-            if answer.oldest is not None:
-                fresh = {key for key, version in earlier.items() if version >= answer.oldest}
-                await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
-                begun = [key for key in unfinished if key in fresh]
-                await self._use_spool(request, self._spool.move_calls, group, begun)
-                await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
-                stored, unfinished = await self._oldest_versions(request, size)
-        stored_group = await self._use_spool(request, self._spool.complete, group, size)
-        if stored_group.group is not None:
-            await self._report_ready(stored_group.group)
-        scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
-        calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
-        return StoredSamples(
-            places=tuple(scored),
-            unfinished=tuple(place for place in calls if place not in scored),
-            start_version=min([*scored.values(), *calls.values()], default=None),
-        )
-
-    async def _oldest_versions(self, request: Request[AskSamples], size: int) -> tuple[dict[tuple[str, int], int], ...]:
-        """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
-        place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
-        out."""
-        samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
-        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
-        stored = {key: sample.start_version for key, sample in samples.items()}
-        if request.message.all_or_none:
-            of_groups: dict[str, list[int]] = {}
-            for (group, _), version in stored.items():
-                of_groups.setdefault(group, []).append(version)
-            stored = {key: min(of_groups[key[0]]) for key in stored if len(of_groups[key[0]]) == size}
-        return stored, unfinished
-
-    @handles(StoreCalls)
-    async def store_calls(self, request: Request[StoreCalls]) -> Done:
-        stored = request.message
-        key = stored.group, stored.place
-
-        def put() -> None:
-            self._check_holder(request)
-            self._spool.put_calls(*key, stored.prompt_index, stored.frame.data, stored.number)
-            self._check_holder(request)  # another one may have read the calls before these
-
-        with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
-            await self._use_spool(request, put)
-        return Done()
-
-    @handles(AskCalls)
-    async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
-        """The calls of a session go to the gateway that goes on with it: from then on, no other may store any."""
-        key = request.message.group, request.message.place
-        if request.sender.startswith("gateway/"):
-            await self._use_spool(request, self._spool.hold, key[0], request.sender)
-        frame = await self._use_spool(request, self._spool.calls, *key)
-        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
-
-    def _check_holder(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
-        """Raises RefusedError if another gateway has asked for the calls of a session since: it lacks these."""
-        if request.message.prompt_index < 0:
-            group = request.message.group
-            holder = self._spool.holder(group)
-            if holder not in ("", request.sender):
-                raise RefusedError(f"{holder} goes on with {group}")
-
     async def _report_ready(self, group: Group) -> bool:
-        """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False
-        then. Raises BusyError for a session of which the master is told already: its answer is not known."""
+        """Report a complete group to the master. If the master does not accept the group, drop it and return False.
+        Raises BusyError for a session that is being reported already: the master's answer is not known yet."""
         if group.id in self._reporting:
-            if group.prompt_index < 0:  # a user is told at once what this says
+            if group.prompt_index < 0:  # a user is told the result at once
                 raise BusyError(f"the master is being told of {group.id}")
             return True
         self._reporting.add(group.id)
@@ -194,7 +110,7 @@ class SampleStore(HandlesRequests):
         if not accepted:
             if self._config.filter_zero_signal and not group.has_signal:
                 self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
-            elif group.prompt_index >= 0:  # of a session nothing is kept: its user may have deleted it
+            elif group.prompt_index >= 0:  # nothing of a session is kept: its user may have deleted it
                 self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
             await self._forget(group)
         return accepted

@@ -9,28 +9,23 @@
 | keep rollouts | 1 s; enough to write | |
 | one for each rank | a command of rank 0 | the step |
 
-    step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
-                  └──▶ commit v, write ──▶ publish v
+The weights of a step are published (`publisher.py`), and a checkpoint is written (`checkpoints.py`), while the next
+steps are computed. A trainer that is told to leave first ends the step and saves a checkpoint, if recent durations say
+that there is time.
 
-A checkpoint is written beside the next steps, too: its copy is made between two steps. It counts once it is on disk.
-A trainer that is told to leave ends the step and saves a checkpoint before, each if the last ones took short enough.
-
-A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
-and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
-
-A sample is acknowledged once it is in the spool on disk. It stays there until the rollouts of its group are written and
-two checkpoints cover the step that trained it, or until its group is discarded. The calls of unfinished samples are
-stored there, too, from time to time. So a killed rollout manager loses only the tokens since, and a killed trainer
-loses nothing: after its restart it loads the last checkpoint, or the one before if that is damaged, redoes in order the
-batches that the master has logged since, with the damaged checkpoint, and publishes the run's current version under a
+A sample is acknowledged once it is in the spool on disk. The spool keeps the sample until the rollouts of its group are
+written and two checkpoints cover the step that trained it, or until its group is discarded. The spool also has the
+calls of unfinished samples, from time to time. So a killed rollout manager loses only the tokens since the last save. A
+killed trainer loses nothing: after its restart it loads the last checkpoint, or the checkpoint before if the last is
+damaged. It redoes, in order, the batches that the master has logged since, and publishes the current version under a
 new lineage.
 """
 
 import asyncio
 import functools
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -43,29 +38,25 @@ from actors.trainer.checkpoints import Checkpoints
 from actors.trainer.learner import Learner
 from actors.trainer.phases import Phases, refusals
 from actors.trainer.probes import Probes
+from actors.trainer.publisher import VERSIONS_KEPT, Publisher
 from actors.trainer.ranks import Ranks, failure_of_step
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.turns import Turns
-from actors.weights.weight_service import WeightServer
 from areal.base import extensions
 from areal.config import Config
-from areal.devices import shares_devices, visible_devices
+from areal.devices import visible_devices
 from areal.samples.trajectory import Group
 from areal.storage.disk import DiskRetry
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_folder import checkpoints_in, first_version, version_of
 from areal.storage.spool import Spool
 from areal.training.guard import Guard, limits_of
-from areal.weights.chunks import HeldVersion
 from protocols.bus_errors import BusError
 from protocols.messages import (
     AskBatch,
     AskRecovery,
     BatchAnswer,
-    CommitStep,
     Done,
-    Policy,
-    PublishPolicy,
     Recovery,
     TrainingFailed,
     TrainingFinished,
@@ -74,8 +65,6 @@ from protocols.messages import (
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
 REPEAT_SECONDS = 5.0
-# Number of published versions that are kept: a generator may still be reading an older version than the newest.
-VERSIONS_KEPT = 4
 log = structlog.get_logger()
 
 
@@ -99,13 +88,10 @@ class Trainer(Actor):
         rollouts = await asyncio.to_thread(open_rollouts, config)
         used.push_async_callback(kept_rollouts.write_rollouts, member, rollouts)
         member.spawn(kept_rollouts.write_rollouts_regularly(member, rollouts), "keep rollouts")
-        turns = Turns(shares_devices(config), member.directory, member.ask, member.beat)
+        turns = Turns(member)
         member.serve(turns)
         phases = Phases(member.works, member.took)
-        if turns.shared:
-            with phases.timed("trainer_wait", 0, lambda: 0.0):
-                member.activity = "waiting for the generators to leave the devices"
-                await turns.begin()
+        await turns.begin(lambda phase: phases.timed(phase, 0, lambda: 0.0))
         learner = await start_learner(config, member.disk)
         used.callback(learner.close)
         direct = None
@@ -118,15 +104,14 @@ class Trainer(Actor):
     def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
         self.member = member
         self.config, self.directory = member.config, member.directory
-        self._learner, self._spool, self._rollouts, self._turns, self._phases, self._direct = parts
+        self._learner, self._spool, self._rollouts, self._turns, self._phases, direct = parts
         self._recovery = recovery
         limits = limits_of(self.config, cuda=bool(visible_devices()))
         self._guard = Guard(limits, self.config.trainer.objective)
-        self._weight_server = WeightServer(VERSIONS_KEPT)
-        member.serve(self._weight_server)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
-        self._lineage = recovery.lineage
         self._version = recovery.checkpoint_version
+        learner, lineage = self._learner, recovery.lineage
+        self._publisher = Publisher(member, learner, lineage, self._timed, self._remove, direct)
         kept = self._learner, self._spool, self._rollouts, recovery.checkpoint_version
         self._checkpoints = Checkpoints(member, *kept, self._timed, self._remove)
         self._samples = SampleStore(
@@ -134,7 +119,7 @@ class Trainer(Actor):
         )
         member.serve(self._samples)
         member.serve(self._samples.pictures)
-        self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
+        member.serve(self._samples.unfinished)
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
 
@@ -142,7 +127,7 @@ class Trainer(Actor):
         """In the turn in which the learner has started."""
         await self._recover(self._recovery)
         await self._save_if_due()
-        await self._end_turn()
+        await self._turns.end(self._learner, self._timed)
 
     async def main(self) -> None:
         await self.member.become_healthy()
@@ -152,7 +137,7 @@ class Trainer(Actor):
             batch = await self._next_batch()
             if batch is None:
                 break
-            async with self._turn():
+            async with self._turns.turn(self._learner, self._timed):
                 await self._do_step(batch)
                 await self._save_if_due()
         if not self.member.leaving:
@@ -160,11 +145,11 @@ class Trainer(Actor):
         self._at_rest.set()
 
     async def _finish_run(self) -> None:
-        await self._wait_for_publication()
+        await self._publisher.wait()
         await self._checkpoints.wait()
         if self._checkpoints.version < self._version:
-            async with self._turn():
-                await self._checkpoints.save(self._version, self._publication)
+            async with self._turns.turn(self._learner, self._timed):
+                await self._checkpoints.save(self._version, self._publisher.last)
             if error := await self._checkpoints.wait():
                 raise error
         self.member.activity = "finished"
@@ -191,7 +176,7 @@ class Trainer(Actor):
 
     async def _save_last(self, ends: float) -> str:
         """Save a checkpoint of the last step. Returns what was done, in words."""
-        await self._wait_for_publication()
+        await self._publisher.wait()
         await self._checkpoints.wait()
         outcome = f"has finished step {self._version}"
         if self._checkpoints.version == self._version:
@@ -200,34 +185,17 @@ class Trainer(Actor):
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
         if lack := self._checkpoints.durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
-        async with self._turn():
-            await self._checkpoints.save(self._version, self._publication)
+        async with self._turns.turn(self._learner, self._timed):
+            await self._checkpoints.save(self._version, self._publisher.last)
         error = await self._checkpoints.wait()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
     def stats(self) -> dict[str, float]:
-        bytes_sent = self._weight_server.bytes_sent + (self._direct.bytes_sent if self._direct else 0)
-        stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        stats: dict[str, float] = {
+            "work_done": self._learner.work_done,
+            "weight_bytes_sent": self._publisher.bytes_sent,
+        }
         return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Have the devices for the time of this block, if they are shared."""
-        if self._turns.shared:
-            with self._timed("trainer_wait"):
-                self.member.activity = "waiting for the generators to leave the devices"
-                await self._turns.begin()
-        if self.config.colocate:
-            with self._timed("offload"):
-                await self._learner.reload()
-        yield
-        await self._end_turn()
-
-    async def _end_turn(self) -> None:
-        if self.config.colocate:
-            with self._timed("offload"):
-                await self._learner.offload()
-        self._turns.end()
 
     # --- recovery
 
@@ -243,23 +211,11 @@ class Trainer(Actor):
             _, groups = await self._train(await self.member.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
             if self._version in {*saved, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
-                await self._checkpoints.save(self._version, self._publication)
+                await self._checkpoints.save(self._version, self._publisher.last)
         if recovery.lineage:
-            await self._publish_again(self.directory.policy, redone)
+            await self._publisher.publish_again(self._version, redone)
         await self._checkpoints.wait()
         self._phases.take_seconds()
-
-    async def _publish_again(self, replaced: Policy, redone: int) -> None:
-        policy = self._policy()
-        if self._version:
-            with self._timed("snapshot"):
-                await self._learner.snapshot(Path(policy.folder))
-            policy = await self._write(policy)
-        await self.member.ask_master(PublishPolicy(policy=policy), Done)
-        log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
-        for lineage in range(replaced.lineage, self._lineage):
-            for version in range(self._version - VERSIONS_KEPT, self._version + 2):
-                await self._remove(self._weights_folder(version, lineage))
 
     # --- one step
 
@@ -281,21 +237,13 @@ class Trainer(Actor):
         return None
 
     async def _do_step(self, batch: BatchAnswer) -> None:
-        """Train, and begin to commit the step and publish its weights, while the next step is computed.
-
-        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
-        version is at most one behind the committed one, and at most one version is being written at a time.
-        """
+        """Train, and begin to commit the step and publish its weights, while the next step is computed."""
         began = asyncio.get_running_loop().time()
         self._step = self._version + 1, began
         self.member.activity = f"training step {self._version + 1}"
         metrics, groups = await self._train(batch)
-        await self._wait_for_publication()
-        with self._timed("snapshot"):
-            await self._learner.snapshot(Path(self._policy().folder))
-        metrics |= self._phases.take_seconds()
         keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
+        await self._publisher.publish(self._version, lambda: metrics | self._phases.take_seconds(), keep_groups)
         self._step = None
         self._checkpoints.durations.add("step", began)
 
@@ -307,7 +255,7 @@ class Trainer(Actor):
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         if self.member.state == "healthy":  # no engine has the version of a step that is redone
-            self._probes.begin(self._lineage, self._version, groups)
+            self._probes.begin(self._recovery.lineage, self._version, groups)
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(
@@ -339,44 +287,10 @@ class Trainer(Actor):
             await self.member.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
 
-    async def _wait_for_publication(self) -> None:
-        if self._publication is not None:
-            with self._timed("publish_wait"):
-                await self._publication
-
-    async def _publish(self, metrics: dict[str, Any], on_commit: Callable[[], None]) -> None:
-        policy = self._policy()
-        writing = self.member.spawn(self._write(policy), "write")
-        await self.member.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
-        on_commit()
-        await self.member.ask_master(PublishPolicy(policy=await writing), Done)
-        await self._remove(self._weights_folder(policy.version - VERSIONS_KEPT))
-
-    async def _write(self, policy: Policy) -> Policy:
-        """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
-        with self._timed("write"):
-            manifest = await self._learner.finish_snapshot()
-        if manifest is None:
-            return policy
-        if self.config.weights.transport != "folder":
-            self._weight_server.offer(policy.identity, HeldVersion(Path(policy.folder), manifest))
-            if self._direct:
-                self._direct.offer(policy)
-        return policy.model_copy(update={"stamp": manifest.stamp})
-
-    def _policy(self) -> Policy:
-        """The policy of the trainer's current version, with the folder for its weights."""
-        folder = self._weights_folder(self._version) if self._version else self.config.model
-        return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
-
-    def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
-        lineage = self._lineage if lineage is None else lineage
-        return self.config.weights_folder / f"l{lineage}-v{version:06}"
-
     async def _save_if_due(self) -> None:
         due = self._version > self._checkpoints.version and self._version % self.config.trainer.checkpoint_every == 0
         if due and not self._guard.suspicious:
-            await self._checkpoints.save(self._version, self._publication)
+            await self._checkpoints.save(self._version, self._publisher.last)
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""

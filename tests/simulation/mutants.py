@@ -17,11 +17,12 @@ from zlib import crc32
 
 import numpy as np
 
-from actors import generator
 from actors.evaluator.evaluator import Evaluator
-from actors.gateway.open_sessions import OpenSessions
+from actors.gateway.session_table import SessionTable
 from actors.gateway.user_sessions import UserSession
-from actors.generator import Generator, SharedDevices
+from actors.generator import generator
+from actors.generator.loaded_policy import LoadedPolicy
+from actors.generator.shared_devices import SharedDevices
 from actors.master import run_state
 from actors.master.evaluations import Evaluations
 from actors.master.hangs import Hangs
@@ -30,21 +31,23 @@ from actors.master.progress import Progress
 from actors.master.run_control import RunControl
 from actors.master.run_state import RunState
 from actors.master.training_requests import TrainingRequests
-from actors.rollout_manager import StoredGroups, _GroupStart
+from actors.rollout_manager.group_run import GroupStart, GroupStore
+from actors.rollout_manager.saved_groups import SavedGroups
 from actors.runtime.membership import Membership
 from actors.runtime.works import Operation, Works
 from actors.sampling import sessions
+from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import Call, ScoreJob
 from actors.sampling.sampling import Sampling
-from actors.sampling.scores import GroupScores, Rewards
+from actors.sampling.scores import Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
-from actors.trainer import kept_rollouts, trainer
+from actors.trainer import kept_rollouts, publisher
 from actors.trainer.checkpoints import Checkpoints
+from actors.trainer.publisher import Publisher
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.trainer import Trainer
 from actors.trainer.turns import Turns
-from areal.data.rows import Row
 from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.ledger import Leases, Ledger, Schedule
@@ -229,7 +232,7 @@ def nothing_saved_on_leaving() -> AbstractContextManager[None]:
     """A trainer that is told to leave ends its step, and saves no checkpoint."""
 
     async def save_nothing(trainer: Trainer, ends: float) -> str:
-        await trainer._wait_for_publication()
+        await trainer._publisher.wait()
         return ""
 
     return patch.multiple(Trainer, _save_last=save_nothing)
@@ -335,27 +338,27 @@ def branches_lost_on_the_way() -> AbstractContextManager[None]:
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.directory.policy)
+    return patch.multiple(LoadedPolicy, _wanted=lambda loaded: loaded._directory.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
     """The trainer publishes a version as soon as it is committed, before its files are complete."""
-    write = Trainer._write
+    write = Publisher._write
 
-    async def begin_to_write(trainer: Trainer, policy: Any) -> Any:
-        trainer.member.spawn(write(trainer, policy), "write")
+    async def begin_to_write(publisher: Publisher, policy: Any) -> Any:
+        publisher._member.spawn(write(publisher, policy), "write")
         return policy
 
-    return patch.multiple(Trainer, _write=begin_to_write)
+    return patch.multiple(Publisher, _write=begin_to_write)
 
 
 def no_wait_for_the_write() -> AbstractContextManager[None]:
     """The trainer takes the next snapshot and commits the next step while the last version is still being written."""
 
-    async def at_once(trainer: Trainer) -> None:
+    async def at_once(publisher: Publisher) -> None:
         pass
 
-    return patch.multiple(Trainer, _wait_for_publication=at_once)
+    return patch.multiple(Publisher, wait=at_once)
 
 
 def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
@@ -443,9 +446,7 @@ def spool_never_emptied() -> AbstractContextManager[None]:
 
 def lineages_ignored() -> AbstractContextManager[None]:
     """A generator loads only newer versions, not the same version of a new lineage."""
-    return patch.multiple(
-        Generator, _is_behind=lambda generator: generator._wanted_policy().version > generator._engine.version
-    )
+    return patch.multiple(LoadedPolicy, is_behind=lambda loaded: loaded._wanted().version > loaded._engine.version)
 
 
 def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
@@ -559,24 +560,27 @@ def next_row_sampled() -> AbstractContextManager[None]:
 def stored_samples_sampled_again() -> AbstractContextManager[None]:
     """A rollout manager samples the whole of a group, whatever is stored of it."""
 
-    async def nothing(stored: StoredGroups, *_: Any) -> StoredSamples:
+    async def nothing(saved: SavedGroups, *_: Any) -> StoredSamples:
         return StoredSamples(places=(), start_version=None)
 
-    return patch.multiple(StoredGroups, ask=nothing)
+    return patch.multiple(SavedGroups, ask=nothing)
 
 
 def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
     """The samples of a group whose scores depend on each other are stored, and used again, one by one."""
-    ask, store = StoredGroups.ask, StoredGroups.store
+    ask, send = SavedGroups.ask, GroupStore.send
 
-    async def stored_of_any(stored: StoredGroups, permit: Permit, whole: bool) -> StoredSamples:
-        return await ask(stored, permit, False)
+    async def stored_of_any(saved: SavedGroups, permit: Permit, whole: bool) -> StoredSamples:
+        return await ask(saved, permit, False)
 
-    async def one_by_one(stored: StoredGroups, permit: Permit, row: Row, scored: Sequence[Any]) -> Any:
-        refusals = [await store(stored, permit, row, [one]) for one in scored]
+    async def one_by_one(store: GroupStore, scored: Sequence[Any]) -> Any:
+        refusals = [await send(store, [one]) for one in scored]
         return next(filter(None, refusals), None)
 
-    return patch.multiple(StoredGroups, ask=stored_of_any, store=one_by_one)
+    mutation: Any = patch.multiple(SavedGroups, ask=stored_of_any)
+    mutation.additional_patchers.append(patch.object(GroupStore, "send", one_by_one))
+    applied: AbstractContextManager[None] = mutation
+    return applied
 
 
 def groups_in_order_of_arrival() -> AbstractContextManager[None]:
@@ -609,10 +613,10 @@ def stored_samples_however_old() -> AbstractContextManager[None]:
 def saved_calls_sampled_again() -> AbstractContextManager[None]:
     """A rollout manager samples an unfinished sample anew, whatever calls of it are stored."""
 
-    async def nothing(stored: StoredGroups, permit: Permit, place: int) -> list[SavedCall]:
+    async def nothing(saved: SavedGroups, permit: Permit, place: int) -> list[SavedCall]:
         return []
 
-    return patch.multiple(StoredGroups, calls=nothing)
+    return patch.multiple(SavedGroups, calls=nothing)
 
 
 def saved_calls_of_another_sample() -> AbstractContextManager[None]:
@@ -679,13 +683,13 @@ def own_code_without_a_limit() -> AbstractContextManager[None]:
 def started_with_the_newest_version() -> AbstractContextManager[None]:
     """A rollout manager reports the newest version that sampled a first token of a group as its start version."""
 
-    def count(start: _GroupStart, version: int | None = None) -> None:
+    def count(start: GroupStart, version: int | None = None) -> None:
         start._versions += [] if version is None else [version]
         start._missing -= 1
         if not start._missing and start._versions:
             start._report(max(start._versions))
 
-    return patch.multiple(_GroupStart, count=count)
+    return patch.multiple(GroupStart, count=count)
 
 
 def ready_with_the_newest_version() -> AbstractContextManager[None]:
@@ -778,7 +782,7 @@ def evaluations_of_dead_lineages() -> AbstractContextManager[None]:
 
 def only_the_newest_weights() -> AbstractContextManager[None]:
     """The trainer removes a published version as soon as there is a newer one."""
-    return patch.multiple(trainer, VERSIONS_KEPT=1)
+    return patch.multiple(publisher, VERSIONS_KEPT=1)
 
 
 def no_remedies() -> AbstractContextManager[None]:
@@ -1020,21 +1024,21 @@ def tokens_of_steps_alone() -> AbstractContextManager[None]:
 
 def sessions_trained_twice() -> AbstractContextManager[None]:
     """Who talks on after the reward of a session goes on in its sample, under a new permit."""
-    add = OpenSessions._add
+    add = SessionTable.add
 
-    def go_on(sessions: OpenSessions, name: str, group: Any) -> UserSession:
+    def go_on(sessions: SessionTable, name: str, group: Any) -> UserSession:
         session, earlier = add(sessions, name, group), vars(sessions).setdefault("earlier", {})
         if name in earlier:
             session.sample.forest, session.sample._finished = earlier[name].forest, earlier[name]._finished
         earlier[name] = session.sample
         return session
 
-    return patch.multiple(OpenSessions, _add=go_on)
+    return patch.multiple(SessionTable, add=go_on)
 
 
 def sessions_of_two_gateways() -> AbstractContextManager[None]:
     """The trainer takes the calls of a session also from a gateway that was replaced."""
-    return patch.multiple(SampleStore, _check_holder=lambda store, request: None)
+    return patch.multiple(Spool, holder=lambda spool, group: "")
 
 
 def expiry_not_told() -> AbstractContextManager[None]:

@@ -14,10 +14,10 @@ from unittest.mock import patch
 import structlog
 from structlog.typing import EventDict
 
-from actors import rollout_manager
 from actors.evaluator import evaluator
 from actors.gateway import user_sessions
 from actors.master import run_state
+from actors.rollout_manager import group_run, rollout_manager
 from actors.runtime import membership
 from actors.sampling import own_code
 from areal.base.processes import ROOT
@@ -83,8 +83,8 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
-        intervals: dict[str, Any] = {"BALANCE_SECONDS": BALANCE_SECONDS, "STORE_AFTER_SECONDS": STORE_AFTER_SECONDS}
-        settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, **intervals))
+        settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, BALANCE_SECONDS=BALANCE_SECONDS))
+        settings.enter_context(patch.multiple(group_run, STORE_AFTER_SECONDS=STORE_AFTER_SECONDS))
         settings.enter_context(patch.multiple(own_code, place_of=_place_in_checkout))
         settings.enter_context(patch.multiple(user_sessions, _since_boot=lambda: ("", world.scheduler.now)))
         settings.enter_context(

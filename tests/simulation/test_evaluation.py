@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.runtime.membership import EventFeed
 from actors.sampling.jobs import Call
 from areal.data.rows import Row

@@ -89,7 +89,7 @@ class _Conversation:
         if end == "delete":
             await self._delete()
         elif end == "silent":
-            await self._until(lambda gateway: gateway.end(self.name))
+            await self._until(lambda gateway: gateway.ends.end(self.name))
         elif end == "twice":
             other = -self._value if self._random.random() < 0.5 else self._value
             rewards = self._reward(self._value), self._reward(other)
@@ -147,7 +147,7 @@ class _Conversation:
 
         async def reward(gateway: Any) -> Any:
             try:
-                state = await gateway.reward(self.name, UserReward(value, {}, None, mark))
+                state = await gateway.ends.reward(self.name, UserReward(value, {}, None, mark))
             except ApiError as error:
                 if error.code == "no_calls":
                     self._world.oracle.fail(Violation(f"{self.name} has calls, but is told: {error}"))

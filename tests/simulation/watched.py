@@ -12,7 +12,8 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from actors.evaluator.evaluator import Evaluator
 from actors.gateway.gateway import Gateway
-from actors.rollout_manager import GroupRun, RolloutManager
+from actors.rollout_manager.group_run import GroupRun
+from actors.rollout_manager.rollout_manager import RolloutManager
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from actors.sampling.sessions import SampleSession
@@ -231,7 +232,7 @@ class WatchedManager(RolloutManager):
         self.sampling.ask_trainer = watched  # type: ignore[method-assign]
 
     def _group_of(self, permit: Permit) -> GroupRun:
-        parts = self.member, self.sampling, self._rows, self._stored, self.run_workflow
+        parts = self.member, self.sampling, self._rows, self._saved, self.run_workflow
         group = WatchedGroup(permit, *parts)
         group.begins = self._begins
         return group

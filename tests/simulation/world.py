@@ -25,7 +25,7 @@ from zlib import crc32
 
 import numpy as np
 
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.master.master import Master
 from actors.master.run_state import RunState
 from actors.reward import Reward

@@ -12,7 +12,7 @@ from support.malformed import Malformed
 from support.networks import network
 from support.small_runs import ten_steps
 
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.master.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Actor

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import structlog
 from structlog.typing import EventDict
 
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.master.master import Master
 from actors.reward import Reward
-from actors.rollout_manager import RolloutManager
+from actors.rollout_manager.rollout_manager import RolloutManager
 from actors.runtime import membership
 from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership

@@ -30,7 +30,7 @@ from support.tiny_training import divide
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.direct.direct_weights import DirectReceiver, DirectSender, load_transport
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, WeightsConfig
@@ -187,7 +187,7 @@ class Cluster:
         """The generator loads the newest version, as it does when it is told of it."""
         self.directory.policy = self.policy
         async with asyncio.timeout(PATIENCE):
-            await self.generator._load_wanted()
+            await self.generator.policy.load_wanted()
 
     def another(self, name: str) -> TransferEnd:
         return TransferEnd(self.bus(name), self.trainer.member)
@@ -318,7 +318,7 @@ async def test_sequences_are_interrupted_and_each_token_has_the_logprob_of_the_w
             off = {v: np.abs(reference(cluster.model(v), sequence.tokens) - sequence.logprobs)[part] for v in versions}
             assert off.pop(version).max() < 1e-4
             assert all(wrong.mean() > 0.05 for wrong in off.values())
-    assert cluster.generator._reloads["sequences_interrupted"] >= 3
+    assert cluster.generator.policy._reloads["sequences_interrupted"] >= 3
     seen = await cluster.trainer.tell()
     assert seen["links"] == [NAMES[0]]
     assert not list(cluster.folder.iterdir())  # nothing was fetched: the tensors came directly
@@ -416,10 +416,10 @@ async def test_a_version_that_does_not_fit_or_is_not_offered_is_refused_and_samp
     wrong = await cluster.publish(tmp_path)
     async with running(cluster) as (progress, tasks):
         with pytest.raises(WeightLoadError, match="does not fit the model: 12 tensors differ"):
-            await cluster.engine.receive(wrong.version, cluster.generator._receiver.calls(wrong))
+            await cluster.engine.receive(wrong.version, cluster.generator.policy._receiver.calls(wrong))
         gone = wrong.model_copy(update={"version": 999})
         with pytest.raises(WeightLoadError, match="does not have version 999"):
-            await cluster.engine.receive(999, cluster.generator._receiver.calls(gone))
+            await cluster.engine.receive(999, cluster.generator.policy._receiver.calls(gone))
         assert {int(v) for s in await asyncio.gather(*tasks) for v in s.versions} == {sound.version}
     await cluster.publish()
     await cluster.load()
@@ -443,10 +443,10 @@ async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_
         assert cluster.engine.stats().tokens_generated == generated  # the weights are torn now
         assert cluster.engine.version == old_version
         fetched.set()
-        return await type(cluster.generator._weights).fetch(cluster.generator._weights, policy)
+        return await type(cluster.generator.policy._weights).fetch(cluster.generator.policy._weights, policy)
 
     at_call(monkeypatch, "update_weights", die)
-    monkeypatch.setattr(cluster.generator._weights, "fetch", fetch)
+    monkeypatch.setattr(cluster.generator.policy._weights, "fetch", fetch)
     async with running(cluster) as (progress, tasks):
         await cluster.load()
         assert fetched.is_set()
@@ -469,7 +469,7 @@ async def test_without_interruption_a_transfer_that_fails_leaves_the_engine_stop
     policy = await cluster.publish()
 
     async def calls():
-        async with aclosing(cluster.generator._receiver.calls(policy)) as orders:
+        async with aclosing(cluster.generator.policy._receiver.calls(policy)) as orders:
             async for call, info in orders:
                 if call == "finish_weight_update":
                     return
@@ -506,7 +506,7 @@ async def test_an_engine_that_waits_for_a_silent_trainer_is_ended_and_another_go
         await GenerationEngine.start(cluster.model(0), CONFIG, version=0, transfer="gloo"),
     )
     await ended.close()
-    cluster.generator._engine = cluster.engine
+    cluster.generator._engine = cluster.generator.policy._engine = cluster.engine
     await cluster.another_trainer()
     await cluster.publish()
     await cluster.load()
@@ -638,7 +638,7 @@ async def test_two_workers_of_an_engine_each_take_their_part_of_135_million_para
                 counts = [len(parts) for parts in progress]
                 await cluster.publish()
                 await cluster.load()
-                print(dict(cluster.generator._reloads))
+                print(dict(cluster.generator.policy._reloads))
                 await until(lambda counts=counts: all(len(p) > n for p, n in zip(progress, counts, strict=True)))
             sequences = await asyncio.gather(*tasks)
         for sequence in sequences:

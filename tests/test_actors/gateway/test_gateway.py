@@ -21,7 +21,7 @@ from fakes.scripted_policy import END, byte_tokenizer
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.keys import LastMinute
-from actors.gateway.open_sessions import NOT_STORED
+from actors.gateway.session_links import NOT_STORED
 from actors.gateway.session_requests import SessionRequests
 from actors.gateway.user_sessions import UserReward
 from actors.master.accounts import KeyRecords
@@ -322,7 +322,7 @@ async def test_a_call_that_was_answered_is_not_answered_otherwise_once_its_sessi
     async with city.gateway() as user:
         await user.say("hi", Idempotency_Key="1")
         if end == "it expires":
-            await user.gateway.sessions._discard(user.gateway.sessions._sessions["anna:s"], "expired")
+            await user.gateway.sessions.table.discard(user.gateway.sessions.table.sessions["anna:s"], "expired")
         elif end == "its reward comes":
             await user.reward(1)
         else:
@@ -369,8 +369,8 @@ async def test_a_session_without_a_call_is_gone_if_it_has_expired_and_else_has_n
     group = city.ledger.open_session("anna:s", "gateway/9#9", 0.0, 60.0)
     city.ledger.leases.release("gateway/9#9")
     async with city.gateway() as user:
-        await user.gateway.sessions.renew()
-        while not user.gateway.sessions._sessions:  # noqa: ASYNC110 - nobody tells
+        await user.gateway.sessions.table.renew()
+        while not user.gateway.sessions.table.sessions:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
         if expires:
             city.ledger.discard(group.group_id, EXPIRED)
@@ -399,7 +399,7 @@ async def test_a_call_that_its_gateway_ends_can_be_asked_again(city):
         call = asyncio.create_task(user.say("hi"))
         while city.says:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
-        session = user.gateway.sessions._sessions["anna:s"]
+        session = user.gateway.sessions.table.sessions["anna:s"]
         session.sample.close()
         city.aborted.set()
         status, body, _ = await call
@@ -567,7 +567,7 @@ async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
         city.ledger.next_batch(0)
         status, body, _ = await user.ask("sessions/a", method="DELETE")
         assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
-        assert user.gateway.sessions.counts["deleted"] == 0
+        assert user.gateway.sessions.table.counts["deleted"] == 0
 
 
 async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
@@ -710,8 +710,8 @@ async def test_a_key_without_calls_left_can_still_reward_and_delete_its_sessions
         await user.gateway.share_accounts()
     async with city.gateway(1) as user:
         await user.gateway.share_accounts()
-        await user.gateway.sessions.renew()
-        while not user.gateway.sessions._sessions:  # noqa: ASYNC110 - nobody tells
+        await user.gateway.sessions.table.renew()
+        while not user.gateway.sessions.table.sessions:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
         assert (await user.say("hi", session="b"))[0] == 429
         assert (await user.ask("sessions/b", method="DELETE"))[1]["deleted"] == 1
@@ -763,7 +763,7 @@ async def test_sessions_that_open_at_once_are_counted_before_they_are_open(monke
     async with city.gateway() as user:
         answers = await asyncio.gather(*(user.say("hi", session=name) for name in "abcdefghi"))
         assert sorted(answer[0] for answer in answers) == [200] + [429] * 8
-        (opened,) = user.gateway.sessions._sessions
+        (opened,) = user.gateway.sessions.table.sessions
         await user.ask(f"sessions/{opened}/end", {})
         assert (await user.say("hi", session="next"))[0] == 200, "one that has ended leaves room"
         again = opened.partition(":")[2]
@@ -802,7 +802,7 @@ async def test_a_key_that_is_not_trained_may_sample_otherwise_and_no_ledger_hear
             status, _, headers = await client.ask(path, body, EXAMINER, X_Session_Id="same", X_Areal_Train="yes")
             assert (status, headers["X-Areal-Trained"]) == (200, "no")
         assert city.temperatures == [0, 0]
-        assert not client.gateway.sessions._sessions and not city.ledger.state.groups
+        assert not client.gateway.sessions.table.sessions and not city.ledger.state.groups
         status, refused, _ = await client.ask(path, body)
         assert status == 400 and "temperature: 0.0 is not possible" in str(refused)
         status, refused, _ = await client.ask(path, {**body, "temperature": None, "top_p": None})
@@ -854,7 +854,7 @@ async def test_completions_say_how_likely_a_prompt_is_and_belong_to_no_session(c
         body = asked | {"prompt": ["2+2="], "stop": [".", "!"], "max_tokens": 8}
         status, answer, _ = await client.ask("completions", body, EXAMINER)
         assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("5", "stop")
-        assert not client.gateway.sessions._sessions and not city.ledger.state.groups
+        assert not client.gateway.sessions.table.sessions and not city.ledger.state.groups
         status, refused, _ = await client.ask("completions", body)
         assert status == 403 and "use a key with train: false (gateway.keys.anna.train)" in str(refused)
 
@@ -951,7 +951,7 @@ async def test_no_session_has_the_name_of_those_without_one(city):
         assert (await user.ask("sessions", {"id": "-"}))[0] == 400
         assert (await user.say("hi", session="-"))[0] == 400
         answer = await user.ask("chat/completions", hi | {"user": "-"})
-        assert answer[0] == 200 and "anna" not in user.gateway.sessions._unnamed
+        assert answer[0] == 200 and "anna" not in user.gateway.sessions.table.unnamed
 
 
 async def test_the_engines_words_and_the_names_of_gateways_stay_inside(city):
@@ -1016,7 +1016,7 @@ async def test_the_other_protocols_and_a_session_that_user_names(city):
         status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
         assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
         status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
-        assert (status, headers["X-Session-Id"]) == (200, user.gateway.sessions._unnamed["anna"])
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway.sessions.table.unnamed["anna"])
 
 
 async def test_tokens_are_counted_without_a_session(city):
@@ -1025,7 +1025,7 @@ async def test_tokens_are_counted_without_a_session(city):
         status, counted, _ = await client.ask("messages/count_tokens", question)
         assert status == 200 and counted["input_tokens"] > 5
         assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
-        assert not len(city.ledger.state.groups) and not client.gateway.sessions._sessions
+        assert not len(city.ledger.state.groups) and not client.gateway.sessions.table.sessions
 
 
 async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
@@ -1035,9 +1035,9 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
         for holder in (user, other):  # the master gives it to whoever asks first
             city.now += 61
             city.ledger.leases.expire(city.now)
-            await holder.gateway.sessions.renew()
+            await holder.gateway.sessions.table.renew()
             assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
-        await user.gateway.sessions.renew()
+        await user.gateway.sessions.table.renew()
         assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
         assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
         assert (await other.reward(1))[1]["state"] == "ready"
@@ -1121,7 +1121,7 @@ async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has
         await user.say("hi")
         city.now += 61
         city.ledger.leases.expire(city.now)
-        await other.gateway.sessions.renew()
+        await other.gateway.sessions.table.renew()
         hold.append("gateway/1")
         assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
         assert text_of(await other.say("hi", "hello", "how?")) == "fine"
@@ -1206,7 +1206,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
         user.gateway.sampling.ask_trainer = slow
         await user.say("hi")
         given = UserReward(1.0, {}, None, "")
-        reward = asyncio.create_task(user.gateway.sessions.reward("anna:s", given))  # as its handler does
+        reward = asyncio.create_task(user.gateway.sessions.ends.reward("anna:s", given))  # as its handler does
         await waiting.wait()
         reward.cancel()
         await asyncio.gather(reward, return_exceptions=True)
@@ -1252,13 +1252,13 @@ async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward
     city.says = ["hello"]
     async with city.gateway() as user:
         await user.say("hi")
-        session, ask = user.gateway.sessions._sessions["anna:s"], user.gateway.sessions._links.ask
+        session, ask = user.gateway.sessions.table.sessions["anna:s"], user.gateway.sessions.table.links.ask
 
         async def expire(*question):
             session.group = None
             return await ask(*question)
 
-        user.gateway.sessions._links.ask = expire
+        user.gateway.sessions.table.links.ask = expire
         status, body = await user.reward(1, id="a")
         assert (status, body["changed"]) == (200, False)
     assert city.trained == {}
@@ -1277,7 +1277,7 @@ async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_
         await user.say("hi", "hello", "how?")
     async with city.gateway(1) as user:
         assert await user.reward(0.5, call=answer, id="a") == (200, call)
-        assert user.gateway.sessions._sessions["anna:s"].chat.rewards == {answer: -1}
+        assert user.gateway.sessions.table.sessions["anna:s"].chat.rewards == {answer: -1}
         assert await asyncio.gather(*(user.reward(1, id="c") for _ in "12")) == [(200, taken)] * 2
     (sample,) = city.trained.values()
     assert sample.reward == 0, "1 for the session, and -1 for its answer"
@@ -1302,13 +1302,13 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
     async with city.gateway() as user:
         await user.say("hi")
         asked = []
-        ask, user.gateway.sessions._links.ask = (
-            user.gateway.sessions._links.ask,
+        ask, user.gateway.sessions.table.links.ask = (
+            user.gateway.sessions.table.links.ask,
             lambda *about: asked.append(about) or ask(*about),
         )
         assert (await user.reward(1, id="a"))[1]["changed"]
         assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
-        user.gateway.sessions._links.ask = ask
+        user.gateway.sessions.table.links.ask = ask
         await user.say("hi", "hello", "how?")
         status, body = await user.reward(1, id="a")
         assert (status, body["error"]["code"]) == (409, "id_in_use") and "earlier session" in body["error"]["message"]
@@ -1350,19 +1350,19 @@ async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_a
     monkeypatch.setattr("actors.gateway.user_sessions._since_boot", lambda: (there, at))
     async with city.gateway(0) as user:
         await user.say("hi")
-        user.gateway.sessions._sessions["anna:s"].begun -= 200
+        user.gateway.sessions.table.sessions["anna:s"].begun -= 200
         await user.say("and?")
     at += 1000 if host == "the same" else 3600
     there = "a boot" if host == "the same" else "another one"
     async with city.gateway(1) as user:
 
         async def waits(message, answer):
-            user.gateway.sessions._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
+            user.gateway.sessions.table.sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
             return await city.ask_trainer(message, answer)
 
         user.gateway.sampling.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
-        session = user.gateway.sessions._sessions["anna:s"]
+        session = user.gateway.sessions.table.sessions["anna:s"]
         age = asyncio.get_running_loop().time() - session.begun
         assert 0 <= age - (1200 if host == "the same" else 200) < 100
 
@@ -1433,7 +1433,8 @@ async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_w
         store = SampleStore(make_config(), 300, spool, None, on_disk, None)
 
         async def ask(sender, message, store=store):
-            return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+            part = store if store.answers(message) else store.unfinished
+            return await part.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
 
         if not restart:
             await ask("gateway/0#1", saves[0])

@@ -15,7 +15,7 @@ from conftest import ROOT
 from fakes.callers import Caller, callers, callers_of_several_masters, master_of, without_evaluation
 from support.networks import dealer, keys_folder, network
 
-from actors.generator import Generator
+from actors.generator.generator import Generator
 from actors.master import master as master_module
 from actors.runtime.membership import Membership
 from protocols.bus_errors import (

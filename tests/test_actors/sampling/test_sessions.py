@@ -16,10 +16,11 @@ from support.tiny_pictures import png
 from actors.runtime.directory import Directory
 from actors.sampling.dispatch import Dispatch
 from actors.sampling.flows import with_files
+from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import Call, SampleFailed, SampleState, ScoringRules
 from actors.sampling.own_code import contained_task
 from actors.sampling.sampling import Sampling
-from actors.sampling.scores import GroupScores, Rewards
+from actors.sampling.scores import Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import UserError

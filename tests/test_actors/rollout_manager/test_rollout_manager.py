@@ -10,17 +10,10 @@ import pytest
 from fakes import scripted_policy
 
 from actors.evaluator.evaluator import Evaluator
-from actors.rollout_manager import (
-    ROWS_AHEAD,
-    GroupRun,
-    RolloutManager,
-    StoredGroups,
-    TrainingRows,
-    _GroupStart,
-    _GroupStore,
-    _Scored,
-    first_scored,
-)
+from actors.rollout_manager.group_run import GroupRun, GroupStart, GroupStore, _Scored, first_scored
+from actors.rollout_manager.rollout_manager import RolloutManager
+from actors.rollout_manager.saved_groups import SavedGroups
+from actors.rollout_manager.training_rows import ROWS_AHEAD, TrainingRows
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.jobs import SampleFailed
@@ -85,7 +78,7 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     actor.member.directory = actor.directory
     sampling.services = Services(actor.config, *[None] * 3, succeeded=1)
     sampling._causes = {"workflow"}  # was reported before
-    actor._stored = StoredGroups(sampling, None)
+    actor._saved = SavedGroups(sampling, None)
     return actor
 
 
@@ -244,7 +237,7 @@ def test_a_group_of_which_too_few_are_left_fails(names):
 
 def test_a_start_version_is_known_once_all_that_may_count_have_begun():
     told: list[int] = []
-    start = _GroupStart(4, None, told.append)
+    start = GroupStart(4, None, told.append)
     start.count(5)
     start.count()
     start.count(4)
@@ -266,7 +259,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
         actor = alone(RolloutManager)
         actor.directory.update({trainer.identity: trainer}, ())
         actor.member.ask = ask
-        return await StoredGroups(actor.sampling, None).store(permit, Row(0, "", "", None, {}), [scored])
+        return await GroupStore(actor.sampling, permit, Row(0, "", "", None, {})).send([scored])
 
     scored = _Scored(0, asyncio.run(workflow(None, None)), Note(discarded=4))
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
@@ -288,9 +281,9 @@ async def test_the_trainer_gets_the_pictures_of_samples_that_it_lacks():
     digests = np.array([[*bytes.fromhex(name)] for name in files], np.uint8)
     pictured = replace(plain, pictures=digests[[0, 0, 1, *[0] * (len(plain) - 3)]])
     permit, row = Permit(group="g0.0", prompt_index=0, row=0, min_version=0), Row(0, "", "", None, {"answer": 1})
-    stored = StoredGroups(manager.sampling, None)
-    await stored.store(permit, row, [_Scored(0, pictured, Note(), files), _Scored(1, pictured, Note(), files)])
-    await stored.store(permit, row, [_Scored(0, plain, Note(), files)])
+    group = GroupStore(manager.sampling, permit, row)
+    await group.send([_Scored(0, pictured, Note(), files), _Scored(1, pictured, Note(), files)])
+    await group.send([_Scored(0, plain, Note(), files)])
     offer, store, *samples = sent
     assert offer.names == (digest_of(b"old"), digest_of(b"new"))
     assert [content.tobytes() for content in store.files] == [b"new"]
@@ -322,7 +315,7 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     manager.member.config = manager.config
     rows = TrainingRows(manager.config, source, manager.sampling.services)
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
-    await GroupRun(permit, manager.member, manager.sampling, rows, manager._stored, manager.run_workflow).run()
+    await GroupRun(permit, manager.member, manager.sampling, rows, manager._saved, manager.run_workflow).run()
     (failed,) = reports
     assert "the trainer refused the group: a token is outside" in failed.reason
     assert (failed.cause, failed.discarded) == ("trainer", 2 * (SAMPLED + 4))
@@ -331,12 +324,13 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
 async def test_samples_that_are_scored_soon_after_each_other_are_stored_with_one_request(monkeypatch):
     requests, timer = [], Notifier()
 
-    async def store(scored):
+    async def send(self, scored):
         requests.append(list(scored))
         timer.notify()
 
-    monkeypatch.setattr("actors.rollout_manager.STORE_AFTER_SECONDS", 0.0)
-    group = _GroupStore(store)
+    monkeypatch.setattr("actors.rollout_manager.group_run.STORE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(GroupStore, "send", send)
+    group = GroupStore(None, None, None)
     group.add("first")
     group.add("second")
     assert requests == []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from support.networks import network
 
-from actors.generator import Generator, _columns
+from actors.generator.generator import Generator, _columns
 from actors.runtime.actor import Notifier
 from actors.sampling.flows import PICTURES, Flow, Flows
 from actors.sampling.jobs import Call, SampleState
