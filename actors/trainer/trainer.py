@@ -9,9 +9,9 @@
 | keep rollouts | 1 s; enough to write | |
 | one for each rank | a command of rank 0 | the step |
 
-The weights of a step are published (`publisher.py`), and a checkpoint is written (`checkpoints.py`), while the next
-steps are computed. A trainer that is told to leave first ends the step and saves a checkpoint, if recent durations say
-that there is time.
+The weights of a step are published (`weight_publisher.py`), and a checkpoint is written (`checkpoints.py`), while the
+next steps are computed. A trainer that is told to leave first ends the step and saves a checkpoint, if recent durations
+say that there is time.
 
 A sample is acknowledged once it is in the spool on disk. The spool keeps the sample until the rollouts of its group are
 written and two checkpoints cover the step that trained it, or until its group is discarded. The spool also has the
@@ -38,10 +38,10 @@ from actors.trainer.checkpoints import Checkpoints
 from actors.trainer.learner import Learner
 from actors.trainer.phases import Phases, refusals
 from actors.trainer.probes import Probes
-from actors.trainer.publisher import VERSIONS_KEPT, Publisher
 from actors.trainer.ranks import Ranks, failure_of_step
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.turns import Turns
+from actors.trainer.weight_publisher import VERSIONS_KEPT, WeightPublisher
 from areal.base import extensions
 from areal.config import Config
 from areal.devices import visible_devices
@@ -111,7 +111,7 @@ class Trainer(Actor):
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._version = recovery.checkpoint_version
         learner, lineage = self._learner, recovery.lineage
-        self._publisher = Publisher(member, learner, lineage, self._timed, self._remove, direct)
+        self._publisher = WeightPublisher(member, learner, lineage, self._timed, self._remove, direct)
         kept = self._learner, self._spool, self._rollouts, recovery.checkpoint_version
         self._checkpoints = Checkpoints(member, *kept, self._timed, self._remove)
         self._samples = SampleStore(

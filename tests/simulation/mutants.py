@@ -42,12 +42,12 @@ from actors.sampling.sampling import Sampling
 from actors.sampling.scores import Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
-from actors.trainer import kept_rollouts, publisher
+from actors.trainer import kept_rollouts, weight_publisher
 from actors.trainer.checkpoints import Checkpoints
-from actors.trainer.publisher import Publisher
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.trainer import Trainer
 from actors.trainer.turns import Turns
+from actors.trainer.weight_publisher import WeightPublisher
 from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.ledger import Leases, Ledger, Schedule
@@ -343,22 +343,22 @@ def hold_ignored() -> AbstractContextManager[None]:
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
     """The trainer publishes a version as soon as it is committed, before its files are complete."""
-    write = Publisher._write
+    write = WeightPublisher._write
 
-    async def begin_to_write(publisher: Publisher, policy: Any) -> Any:
+    async def begin_to_write(publisher: WeightPublisher, policy: Any) -> Any:
         publisher._member.spawn(write(publisher, policy), "write")
         return policy
 
-    return patch.multiple(Publisher, _write=begin_to_write)
+    return patch.multiple(WeightPublisher, _write=begin_to_write)
 
 
 def no_wait_for_the_write() -> AbstractContextManager[None]:
     """The trainer takes the next snapshot and commits the next step while the last version is still being written."""
 
-    async def at_once(publisher: Publisher) -> None:
+    async def at_once(publisher: WeightPublisher) -> None:
         pass
 
-    return patch.multiple(Publisher, wait=at_once)
+    return patch.multiple(WeightPublisher, wait=at_once)
 
 
 def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
@@ -782,7 +782,7 @@ def evaluations_of_dead_lineages() -> AbstractContextManager[None]:
 
 def only_the_newest_weights() -> AbstractContextManager[None]:
     """The trainer removes a published version as soon as there is a newer one."""
-    return patch.multiple(publisher, VERSIONS_KEPT=1)
+    return patch.multiple(weight_publisher, VERSIONS_KEPT=1)
 
 
 def no_remedies() -> AbstractContextManager[None]:

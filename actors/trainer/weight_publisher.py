@@ -27,7 +27,7 @@ VERSIONS_KEPT = 4
 log = structlog.get_logger()
 
 
-class Publisher:
+class WeightPublisher:
     """See the module. timed: marks a phase of a step. remove: removes a folder. direct: sends weights to engines, if
     the run has `weights.transport: direct`. `last`: the last publication, which runs during the next step."""
 
