@@ -72,17 +72,17 @@ def test_the_page_of_an_extension_is_printed_by_the_name_of_its_folder():
     assert all_pages()["alerts"].samefile(ROOT / "areal/extensions/alerts/README.md")
 
 
-PROSE = [page for page in PAGES if page not in EXTENSIONS]
-MOST_WORDS = 37800
+PROSE = [page for page in PAGES if page not in EXTENSIONS or page.parent.name in ("evaluator", "gateway")]
+MOST_WORDS = 33300
 """Of README and docs/."""
 MOST_POINTING = (60, 5, 0.03)
 """Of a page: references and hard ones in 1,000 words, bare sentences (`support/prose.py`)."""
-OF_THE_CODE = {"docs/configuration.md": (76, 12, 0.055)}
+OF_THE_CODE = {"docs/configuration.md": (88, 13, 0.055)}
 """The same of a page with docstrings of the code."""
 
 
 def test_the_pages_stay_short():
-    texts = [page.read_text(encoding="utf-8") for page in PROSE if page.name != "CONTRIBUTING.md"]
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
     assert sum(len(text.split()) for text in texts) <= MOST_WORDS, "replace, do not append"
 
 

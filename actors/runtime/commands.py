@@ -21,7 +21,7 @@ from areal.config.roles import is_role
 
 def declare(tools: RoomTools) -> None:
     epilog = "Goes on where it was killed if it is started again."
-    summary = "evaluate a model on benchmarks (areal docs evaluation)"
+    summary = "evaluate a model on benchmarks (areal docs evaluator)"
     add = tools.add("eval", "commands:evaluate", summary, epilog).add_argument
     add("model", metavar="MODEL", help="folder of a Hugging Face model, or hub id")
     add("--benchmarks", required=True, metavar="NAME,...", help="names in configs/benchmarks/, or YAML files")

@@ -50,7 +50,7 @@ class Config(ScoringConfig, metaclass=_Checked):
     run_dir: UserPath = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
-    steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (areal docs evaluation)")
+    steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (areal docs evaluator)")
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
     oversample: int = Field(0, ge=0)

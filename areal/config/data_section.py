@@ -84,9 +84,9 @@ class PartConfig(SourceConfig):
 
 
 class BenchmarkConfig(SourceConfig):
-    """`benchmarks` is a list of names in configs/benchmarks/ and of YAML files (areal docs evaluation), or a mapping of
-    names to the keys below: those of `data` for one source, whose rows are the problems, and how they are sampled. For
-    a name that is known, only the keys that differ have to be given."""
+    """`benchmarks` is a list of names in configs/benchmarks/ and of YAML files (areal docs evaluator), or a mapping of
+    names to keys: the keys of `data` for a single source, whose rows are the problems, and the keys of sampling. A name
+    of configs/benchmarks/ needs only the keys that differ."""
 
     eval_source: str | None = Field(None, description="must be null: `source` names the rows")
     size: int | None = Field(None, gt=0, description="number of rows, the first ones; a generated task needs it")

@@ -1,11 +1,13 @@
 """Writes docs/configuration.md from the configuration models; run it after every change to them.
 
-The page in the repository names the keys; that of the site (hooks.py) has their values and meaning, too.
+The page in the repository has the sections; the page of the site (hooks.py) has each key with its values and its
+meaning, too.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,11 +23,12 @@ from areal.extensions.fine_tuning.sft import SftConfig, SftData
 from areal.extensions.launch.cluster import ClusterConfig
 
 Listing = Callable[[str, type[Section]], Iterator[str]]
-PAGE = Path(__file__).parents[1] / "configuration.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-This page lists the keys of a run and of supervised fine-tuning.
+This page lists the sections of a run's configuration, and the keys of supervised fine-tuning.
 
 <!-- Written by docs/site/configuration.py from areal/config/: change it there. -->
 
@@ -34,8 +37,8 @@ Unknown keys and wrong values are reported before anything is started. `--dry-ru
 configuration; a run also writes it to `config.yaml` in the run folder.
 """
 COMMAND = """\
-`areal config` prints each key with its values and its meaning, `areal config WORD ...` the keys with these words in
-their names or meanings, such as `areal config trainer.lr`.
+`areal config` prints each key with its values and its meaning, `areal config trainer.` the keys of a section, and
+`areal config WORD ...` the keys with these words in their names or meanings.
 """
 COLUMNS = """\
 The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
@@ -51,7 +54,7 @@ a model that a run can start from. The keys of its section `trainer` are those o
 
 
 def page() -> str:
-    """The text of docs/configuration.md: the sections and the names of their keys."""
+    """The text of docs/configuration.md: the sections, and the keys that no command prints."""
     return "\n".join([INTRODUCTION, COMMAND, COLUMNS, *_section("", Config, _names), *_cluster(), *_fine_tuning()])
 
 
@@ -80,7 +83,6 @@ def _section(prefix: str, section: type[Section], listed: Listing, heading: str 
         yield _linked(inspect.cleandoc(section.__doc__))
         yield ""
     yield from listed(prefix, section)
-    yield ""
     same = list(chain(*_shared(section).values()))
     for name, field in section.model_fields.items():
         if name not in same and (inner := section_in(field.annotation)):
@@ -88,8 +90,12 @@ def _section(prefix: str, section: type[Section], listed: Listing, heading: str 
 
 
 def _names(prefix: str, section: type[Section]) -> Iterator[str]:
-    names = [f"`{prefix}{name}`" for name, field in section.model_fields.items() if not section_in(field.annotation)]
-    yield textwrap.fill(", ".join(names), 120, break_long_words=False, break_on_hyphens=False)
+    if not section.__doc__:
+        names = [
+            f"`{prefix}{name}`" for name, field in section.model_fields.items() if not section_in(field.annotation)
+        ]
+        yield textwrap.fill(", ".join(names), 120, break_long_words=False, break_on_hyphens=False)
+        yield ""
 
 
 def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
@@ -97,6 +103,7 @@ def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
     for described, keys in _shared(section).items():
         yield ""
         yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
+    yield ""
 
 
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
@@ -131,9 +138,10 @@ def _linked(text: str) -> str:
 
 
 def _address(name: str) -> str:
-    """The page of this name in `docs/`, else the page of the extension."""
-    is_ours = (PAGE.parent / f"{name}.md").exists()
-    return f"{name}.md" if is_ours else f"../areal/extensions/{name}/README.md"
+    """The page of this name in `docs/`, else the page of the extension or the role."""
+    pages = (PAGE.parent / f"{name}.md", ROOT / "actors" / name / "README.md")
+    page = next((page for page in pages if page.exists()), ROOT / "areal" / "extensions" / name / "README.md")
+    return os.path.relpath(page, PAGE.parent)
 
 
 if __name__ == "__main__":
