@@ -62,16 +62,15 @@ RECORD = """
 `areal export-record runs/NAME --out NAME.tar.zst` writes the record of a finished run as a file of at most 10 MB
 (`--most-mb`): configuration, versions and commit, metrics, evaluations, events, journal, the first model, rollouts,
 and checkpoints as far as they fit. To train the run again, an audit needs the model and all rollouts. Secrets and
-paths of the machine are replaced in the texts that the system wrote. Prompts and completions stay as they are:
-publish no record of private data. `SHA256SUMS` has the digests; a changed file is refused. See also
-[security](security.md#what-a-configuration-and-a-run-folder-may-do).
+paths of the machine are replaced; prompts and completions stay: publish no record of private data
+([security](security.md#what-a-configuration-and-a-run-folder-may-do)).
 
-An audit that finds other weights names the differences in processor and packages between this machine and the record,
-and the step up to which the losses agree. Rounding differs between processors, and grows with the steps.
+An audit that finds other weights names the differences in processor and packages, and the step up to which the losses
+agree. Rounding differs between processors, and grows with the steps.
 
 `areal check-recipe FOLDER` runs a recipe with three seeds and compares the ends with its `expect.yaml`: accuracy,
 reward, `engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run leaves its band.
-NAME.json has the figures, and the record is of the first seed. `--write` writes the bands.
+`--write` writes the bands.
 """
 BENCHMARKS = """
 ## Benchmarks
