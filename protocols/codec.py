@@ -15,7 +15,16 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols import evaluation_messages, messages, session_messages, weight_messages
+from protocols import (
+    evaluation_messages,
+    membership_messages,
+    messages,
+    picture_messages,
+    scorer_messages,
+    session_messages,
+    training_messages,
+    weight_messages,
+)
 from protocols.bus_errors import MalformedError, ProtocolVersionError
 from protocols.messages import KINDS, Message, Part
 from protocols.version import difference, program, version_of
@@ -58,7 +67,16 @@ class Header(NamedTuple):
     token: bytes = b""
 
 
-SUBJECTS = messages, evaluation_messages, session_messages, weight_messages
+SUBJECTS = (
+    messages,
+    membership_messages,
+    training_messages,
+    picture_messages,
+    scorer_messages,
+    evaluation_messages,
+    session_messages,
+    weight_messages,
+)
 """All modules that have messages."""
 _CLASSES = dict.fromkeys(kind for module in SUBJECTS for kind in vars(module).values() if isinstance(kind, type))
 MODELS = [kind for kind in _CLASSES if issubclass(kind, Part)]

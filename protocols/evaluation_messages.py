@@ -12,7 +12,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from protocols.messages import Float64s, Int32s, Int64s, Member, Message, Number, Part, Several, slices
+from protocols.membership_messages import Member
+from protocols.messages import Float64s, Int32s, Int64s, Message, Number, Part, Several, slices
 
 
 class AskEvaluation(Message):

@@ -1,48 +1,31 @@
-"""The messages of the protocol, as frozen pydantic models. `evaluation_messages`, `session_messages` and
-`weight_messages` have the messages about these subjects.
+"""The base of all messages, the messages of the transport itself, and the messages on the way of a sample from its
+permit to the step that trains it, as frozen pydantic models.
+
+The other messages lie in a module for each subject: `membership_messages`, `training_messages`, `picture_messages`,
+`scorer_messages`, `evaluation_messages`, `session_messages`, `weight_messages`.
 
 | from | to | request | answer |
 |---|---|---|---|
-| any | master | Join | Welcome |
-| any | master | Heartbeat | HeartbeatAnswer |
-| any | master | Leave | Done |
-| any | master | AskSnapshot | Snapshot |
-| any | master | AskConfig | Configuration |
 | rollout_manager | master | AskPermits | Permits |
+| any | master | AddReward | Done |
 | rollout_manager, gateway | master | RenewLeases | LostLeases |
 | rollout_manager, gateway | master | GroupStarted | Done |
 | rollout_manager | master | GroupFailed | Done |
+| rollout_manager, evaluator, gateway | master | ScoringFailed | Done |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
-| rollout_manager, evaluator, gateway | scorer | OpenFlow | stream of TokensScored, CompletionsScored |
 | rollout_manager, evaluator, gateway | generator | Generate | Done |
-| rollout_manager, evaluator, gateway | generator | GeneratePictured | Done, LackingPictures |
 | rollout_manager, evaluator, gateway | reward, scorer | Score | Done |
-| rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
 | rollout_manager, gateway | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
-| rollout_manager | trainer | OfferPictures | LackingPictures |
-| rollout_manager | trainer | StorePictures | Done |
 | rollout_manager, gateway | trainer | StoreCalls | Done |
 | rollout_manager, gateway | trainer | AskCalls | StoredCalls |
-| generator | trainer | TakeDevices | Done |
-| trainer | generator | YieldDevices | Done |
-| trainer | generator | AskLogprobs | Logprobs |
-| trainer | master | AskRecovery | Recovery |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskReuse | ReuseAnswer |
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
-| trainer | master | PublishPolicy | Done |
-| trainer | master | CheckpointSaved | CheckpointAnswer |
-| trainer | master | TrainingFinished, TrainingFailed, StepFailed | Done |
-| rollout_manager, evaluator, gateway | master | ScoringFailed | Done |
-| rollout_manager, evaluator, gateway | master | ConnectionLost | Done |
-| monitor | master | AskStatus | Status |
-| any | master | AddReward | Done |
 
-The master publishes PolicyPublished, MembersChanged and Shutdown.
 The transport itself uses Failure, Credit, Cancel, KeepAlive and StreamEnd.
 Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless a name says otherwise.
 """
@@ -52,7 +35,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, Json, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from protocols.bus_errors import BusError, text_of
 
@@ -147,185 +130,6 @@ class Done(Message):
     """The request was carried out and its effect is committed."""
 
 
-# --- membership
-
-State = Literal["starting", "stale", "healthy", "draining"]
-"""`starting`: not ready yet. `stale`: cannot load new weights. `draining`: takes no new work and is about to leave."""
-
-
-class Policy(Part):
-    """A policy, identified by (lineage, version). `folder` holds its model.safetensors, at least on the trainer's
-    machine. `stamp` is the digest of areal.weights.chunks. It is empty if nothing is to be checked, as for version 0,
-    which is the run's model."""
-
-    lineage: int
-    version: int
-    folder: Annotated[str, Field(max_length=4096)]
-    stamp: Name = ""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        return self.lineage, self.version
-
-
-def actor_name(identity: str) -> str:
-    """The role/index of an identity role/index#incarnation."""
-    return identity.partition("#")[0]
-
-
-class Member(Part):
-    """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads no policy
-    newer than `held`, which is being evaluated on it or, if it is `serving`, is what users get (gateway.serve)."""
-
-    identity: Name
-    role: Name
-    index: int
-    address: Name
-    state: State
-    serves: Several[Name] = ()
-    held: Policy | None = None
-    serving: bool = False
-
-
-class Join(Message):
-    role: Name
-    index: Annotated[int, Field(ge=0, le=1 << 20)] | None
-    address: Address
-
-
-class Snapshot(Message):
-    """The current policy and members, for actors that join late. Events with numbers after `sequence` change them and
-    are published at the address `events`. Sequence numbers continue after those of an earlier master of the run. The
-    master sends the JSON of each member, which it makes once, not for each of those who ask."""
-
-    policy: Policy
-    members: Several[Annotated[Json[Member] | Member, Field(union_mode="left_to_right")]]
-    sequence: int
-    events: Name
-
-
-class Welcome(Message):
-    """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
-    actor with this role and index had the same."""
-
-    identity: Name
-    start: Name
-    config: dict[str, Any]
-    snapshot: Snapshot
-
-
-class Engagement(Part):
-    """The load of a generator: `sequences` that run or wait, by asker, and the `limit` on all of them together."""
-
-    sequences: Annotated[dict[Name, Count], Field(max_length=4096)]
-    limit: Annotated[int, Field(ge=1, le=1 << 31)]
-    version: Annotated[int, Field(ge=0, le=1 << 53)]
-
-
-class LoadColumns(Part):
-    """The loads of generators (areal.generation.routing.GeneratorLoad), as the master passes them on: `names` are
-    identities, and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: those of
-    `sequences` that the receiver began."""
-
-    names: Several[Name]
-    sequences: Int64s
-    asker_sequences: Int64s
-    limits: Int64s
-    versions: Int64s
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if {len(self.sequences), len(self.asker_sequences), len(self.limits), len(self.versions)} != {len(self.names)}:
-            raise ValueError("the columns are not as long as the names")
-        if (self.limits < 1).any():
-            raise ValueError("a limit is below 1")
-        return self
-
-
-class Span(Part):
-    """Something an actor did for `seconds`, starting at `began` on its own clock."""
-
-    name: Name
-    began: Number
-    seconds: Number
-
-
-class Work(Part):
-    """What an actor is working on itself, and for how many seconds. Waiting for other actors is not work. `still`: for
-    how many of them nothing has moved. `kind`: of what it is compared with; empty if it has deadlines of its own."""
-
-    kind: Annotated[str, Field(max_length=64)] = ""
-    what: Annotated[str, Field(max_length=256)]
-    seconds: Number
-    still: Number = 0.0
-
-
-class DiskShortage(Part):
-    """A disk takes no writes for now (areal.storage.disk.Shortage)."""
-
-    folder: Annotated[str, Field(max_length=4096)]
-    cause: Name
-    free: Annotated[int, Field(ge=0)]
-    waits: Annotated[str, Field(max_length=512)]
-
-
-class Heartbeat(Message):
-    """Sent every second. `serves`: names of what the actor offers. `stats`: gauges and counters by name. `spans`: what
-    the actor did since its last heartbeat. `clock`: the time of sending, on the same clock as the spans. `engagement`:
-    a generator's load. `works`: of the actor's operations in progress one of each kind, the oldest first; none while it
-    only waits. `ended`: by kind, for how long those have stood still that have ended since the last heartbeat. A
-    generator is healthy once it has loaded the policy that was current when it joined. `shortage`: while it waits for a
-    disk. `alert`: a sentence for the user of the run, if any."""
-
-    state: State
-    serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
-    activity: Annotated[str, Field(max_length=512)]
-    stats: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)]
-    engagement: Engagement | None = None
-    works: Annotated[Several[Work], Field(max_length=MAX_STATS)] = ()
-    ended: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)] = Field(default_factory=dict)
-    spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
-    clock: Number = 0.0
-    shortage: DiskShortage | None = None
-    alert: Annotated[str, Field(max_length=1024)] = ""
-
-
-class Shutdown(Message):
-    """The run is over. `ok`: at its end. `stopped`: the master was told to stop, and the trainer hands over first."""
-
-    ok: bool
-    reason: Annotated[str, Field(max_length=4096)]
-    stopped: bool = False
-
-
-class HeartbeatAnswer(Message):
-    """`ended`: once the run is over. `loads`: only for rollout managers and gateways."""
-
-    policy: Policy
-    sequence: int
-    ended: Shutdown | None = None
-    loads: LoadColumns | None = None
-
-
-class Leave(Message):
-    reason: Annotated[str, Field(max_length=4096)]
-
-
-class AskSnapshot(Message):
-    pass
-
-
-class AskConfig(Message):
-    """Sent by a process that needs the configuration without being a member, such as one that is about to join."""
-
-
-class Configuration(Message):
-    """model: digests of the parts of the run's model, by name."""
-
-    values: dict[str, Any]
-    model: dict[str, str]
-
-
 # --- rollouts
 
 
@@ -396,12 +200,6 @@ class ScoringFailed(Message):
     reason: Annotated[str, Field(max_length=4096)]
 
 
-class ConnectionLost(Message):
-    """The sender cannot reach a member: a connection was refused, or broke. Answered once the master has tried it."""
-
-    identity: Name
-
-
 class OpenFlow(Message):
     """Asks for the results of the jobs that the sender will begin on its flow with this number: sequences at a
     generator, completions at a reward actor, rows of tokens at a scorer. The answer is a stream without an end; the
@@ -468,47 +266,7 @@ class Generate(Message):
         return self
 
 
-class GeneratePictured(Generate):
-    """Generate with `pictures`: of each prompt the digests of its own, in order. Nothing is begun if the generator
-    lacks one: then the same is sent with the `files` of those that it lacks."""
-
-    pictures: Several[Several[Name]]
-    files: Several[Bytes] = ()
-
-    @model_validator(mode="after")
-    def _has_pictures(self) -> Self:
-        if len(self.pictures) != len(self.prompts):
-            raise ValueError("there are not as many lists of pictures as prompts")
-        return self
-
-
-class LackingPictures(Message):
-    """Digests of pictures that the one who was asked does not have."""
-
-    names: Several[Name]
-
-
 FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
-
-
-class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), and of the `top_k` likeliest ones at each place,
-    once it has this policy or a newer one."""
-
-    lineage: int
-    version: int
-    tokens: Int32s
-    top_k: int = 0
-
-
-class Logprobs(Message):
-    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of that lineage. `top_tokens`,
-    `top_logprobs`: [(T - 1) * k], the likeliest tokens at each of these places, one place after the other."""
-
-    version: int
-    logprobs: Float32s
-    top_tokens: Int32s
-    top_logprobs: Float32s
 
 
 class TokenColumns(Message):
@@ -527,7 +285,7 @@ class TokenColumns(Message):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         for column in self.columns.values():
-            _check_rows(self.jobs, self.counts, column)
+            check_rows(self.jobs, self.counts, column)
         if len(self.finishes) != len(self.jobs):
             raise ValueError(f"{len(self.finishes)} finishes and {len(self.jobs)} jobs")
         if (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
@@ -539,14 +297,6 @@ def slices(counts: Vector) -> Iterator[slice]:
     """The places of parts of these lengths in columns, in which they follow each other."""
     ends = np.cumsum(counts, dtype=np.int64).tolist()
     return map(slice, [0, *ends], ends)
-
-
-class TakeDevices(Message):
-    """A generator asks for the devices that it shares with the trainer. The answer comes while no step is trained."""
-
-
-class YieldDevices(Message):
-    """The trainer needs the devices. Answered when the engine sleeps (until TakeDevices), or is not started."""
 
 
 class Completion(Part):
@@ -594,44 +344,7 @@ class CompletionsScored(Message):
     failed: Several[JobFailed] = ()
 
 
-class ScoreTokens(Message):
-    """Give the log-probs of tokens: of the row `jobs[i]`, `counts[i]` tokens, which follow those of `jobs[i - 1]`.
-    `scorer`: the name of the model. jobs int64 and counts int32, both [rows]; tokens int32 [sum of counts]. They come
-    on the flow, as TokensScored."""
-
-    flow: int
-    scorer: Name
-    jobs: Int64s
-    counts: Int32s
-    tokens: Int32s
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_rows(self.jobs, self.counts, self.tokens)
-        return self
-
-
-class TokensScored(Message):
-    """Log-probs of the tokens of several rows, columns as in ScoreTokens: float32, of all tokens of a row but the
-    first, each after those before it. `top_tokens`, `top_logprobs`: at each of these places the k likeliest tokens and
-    their log-probs; k may be 0."""
-
-    jobs: Int64s
-    counts: Int32s
-    logprobs: Float32s
-    top_tokens: Int32s
-    top_logprobs: Float32s
-    failed: Several[JobFailed] = ()
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_rows(self.jobs, self.counts, self.logprobs)
-        if self.top_tokens.shape != self.top_logprobs.shape or len(self.top_tokens) % max(1, len(self.logprobs)):
-            raise ValueError("the columns of likely tokens are not as long as those of log-probs, or a multiple")
-        return self
-
-
-def _check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
+def check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
     if len(jobs) != len(counts) or (counts < 0).any() or counts.sum(dtype=np.int64) != len(values):
         raise ValueError("the columns are not as long as the counts say")
 
@@ -662,18 +375,6 @@ class StoreSamples(Message):
     prompt_index: PromptIndex
     row: str
     samples: Annotated[Several[ScoredSample], Field(min_length=1)]
-
-
-class OfferPictures(Message):
-    """Asks which of these pictures, by their digests, the trainer has not stored."""
-
-    names: Several[Name]
-
-
-class StorePictures(Message):
-    """Files of pictures for the run's record; the answer says that all are on disk."""
-
-    files: Several[Bytes]
 
 
 class AskSamples(Message):
@@ -719,26 +420,6 @@ class StoredCalls(Message):
 
 
 # --- training
-
-
-class AskRecovery(Message):
-    """Sent by a trainer that starts. `spooled`: the groups that it has on disk, one a line. There may be very many."""
-
-    spooled: str
-
-
-class Recovery(Message):
-    """What a starting trainer has to do: load the checkpoint of `checkpoint_version` (0: the run's model); redo the
-    logged batches up to `version`; publish that version under `lineage`. The payloads of the groups in `drop`, one a
-    line, are no longer needed. `covered`: the steps from this version on can be redone; it is that of the checkpoint
-    before, if there is one. `run`: the identity of the run."""
-
-    run: str
-    lineage: int
-    version: int
-    checkpoint_version: int
-    covered: int
-    drop: str
 
 
 class GroupReady(Message):
@@ -802,72 +483,3 @@ class CommitStep(Message):
     lineage: int
     version: int
     metrics: Annotated[dict[Name, Annotated[float, Field(allow_inf_nan=True)] | None], Field(max_length=MAX_STATS)]
-
-
-class PublishPolicy(Message):
-    """The weights of the committed version are in `policy.folder`. Sent when they are first written, and again under
-    the lineage of a trainer that took over."""
-
-    policy: Policy
-
-
-class CheckpointSaved(Message):
-    """`folder` holds everything needed to resume from `version`. `covered`: the steps before this version, which the
-    checkpoint before this one has, are never redone. `spooled`: as in AskRecovery."""
-
-    version: int
-    folder: str
-    covered: int
-    spooled: str
-
-
-class CheckpointAnswer(Message):
-    """`drop`: as in Recovery."""
-
-    drop: str
-
-
-class TrainingFinished(Message):
-    """The last checkpoint is saved."""
-
-
-class TrainingFailed(Message):
-    """The trainer's guard ends the run: `reason` is a sentence for the user."""
-
-    reason: Annotated[str, Field(max_length=4096)]
-
-
-class StepFailed(Message):
-    """A rank of the trainer dies of an error in the step after `version`. Any rank sends it, member or not."""
-
-    version: Count
-    reason: Annotated[str, Field(max_length=4096)]
-
-
-# --- monitoring
-
-
-class AskStatus(Message):
-    """`since`: the answer includes the newest steps after this one; None: it includes no steps."""
-
-    since: int | None = None
-
-
-class Status(Message):
-    """What a monitor shows: see `Master.ask_status` for the keys."""
-
-    values: dict[str, Any]
-
-
-# --- events
-
-
-class PolicyPublished(Message):
-    policy: Policy
-
-
-class MembersChanged(Message):
-    """`changed`: members that are new or have changed. `gone`: identities of members that have left."""
-
-    changed: Several[Member] = ()
-    gone: Several[Name] = ()

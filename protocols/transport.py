@@ -1,4 +1,4 @@
-"""The bus on top of any `Network`: requests, streams with credit, events.
+"""The bus on top of any `Network`: requests, and streams with credit. `protocols.pubsub` has the events.
 
 A `RequestServer` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one
 link cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again
@@ -47,7 +47,8 @@ from protocols.codec import (
     encode_refusal,
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
-from protocols.network import Full, Link, Network, OnCrash, Unreachable
+from protocols.network import Full, Network, OnCrash, Unreachable
+from protocols.pubsub import EventLink, Publisher, Subscriber
 
 RESEND_SECONDS = 3.0
 # Pause before an actor that has failed to answer, or cannot yet, is asked anew.
@@ -482,53 +483,6 @@ class _Inbox:
             self._woken.set_result(None)
 
 
-class _EventLink:
-    """An end of the events of a publisher."""
-
-    _link: Link
-
-    @property
-    def closed(self) -> bool:
-        return self._link.closed
-
-    async def close(self) -> None:
-        await self._link.close()
-
-
-class Publisher(_EventLink):
-    """Publishes events with sequence numbers after `first`. Subscribers may miss events and then ask for a snapshot."""
-
-    def __init__(self, network: Network, address: str, identity: Identity, first: int, on_crash: OnCrash) -> None:
-        self.sequence = first
-        self._header = Header(kind="", sender=identity.name)
-        self._link, self.address = network.publish(address, on_crash)
-
-    def publish(self, event: Message) -> None:
-        """Raises MalformedError if the event cannot be sent; to subscribers it is then like one that was lost."""
-        self.sequence += 1
-        header = self._header._replace(kind=event.kind, part=self.sequence)
-        self._link.send(encode(header, event))
-
-
-class Subscriber(_EventLink):
-    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, with gaps."""
-
-    def __init__(
-        self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
-    ) -> None:
-        self.address = address
-        self._on_event = on_event
-        self._link = network.subscribe(address, self._receive, on_crash)
-
-    def _receive(self, frames: list[Frame]) -> None:
-        try:
-            header = decode_header(frames)
-            event = decode_body(header.kind, frames)
-        except BusError:
-            return
-        self._on_event(header.part, event)
-
-
 class Bus:
     """One actor's connection to the others: its server, its links, its events. Closes `network` with itself, at the end
     of an `async with` too.
@@ -543,7 +497,7 @@ class Bus:
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
-        self._event_links: list[_EventLink] = []
+        self._event_links: list[EventLink] = []
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
@@ -575,7 +529,7 @@ class Bus:
 
         Raises OSError (address in use).
         """
-        publisher = Publisher(self.network, address, self.identity, first, self._on_crash)
+        publisher = Publisher(self.network, address, self.identity.name, first, self._on_crash)
         self._event_links.append(publisher)
         return publisher
 
@@ -594,7 +548,7 @@ class Bus:
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""
-        parts: list[_EventLink | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
+        parts: list[EventLink | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)

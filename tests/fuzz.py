@@ -44,7 +44,8 @@ from support.networks import dealer, find_free_port, keys_folder
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from protocols.bus_errors import MalformedError, ProtocolVersionError
 from protocols.codec import Header, decode_body, decode_header, encode
-from protocols.messages import AskSnapshot, AskStatus, Failure, Join, Message, Welcome
+from protocols.membership_messages import AskSnapshot, AskStatus, Join, Welcome
+from protocols.messages import Failure, Message
 
 ROOT = Path(__file__).parent.parent
 ACTORS = ("master", "trainer", "generator", "reward", "rollout_manager", "evaluator")

@@ -33,7 +33,8 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of
 from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
-from protocols.messages import Done, Message, Policy
+from protocols.membership_messages import Policy
+from protocols.messages import Done, Message
 from protocols.transport import Bus, Request
 from protocols.weight_messages import SendWeights, TransferCall, TransferDone
 

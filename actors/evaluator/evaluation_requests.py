@@ -34,7 +34,7 @@ class EvaluationRequests(HandlesRequests):
             return EvaluationAnswer(version=None)
         self._run.member(request)  # the sender may have been removed while its request was parked
         self._run.evaluations.begin_attempt()
-        scored = self._run.state.row_scores(due.version)
+        scored = self._run.state.results.row_scores(due.version)
         return EvaluationAnswer(version=due.version, holder=due.holder, scored=RowScores.of(scored) if scored else None)
 
     @handles(RowsScored)

@@ -50,7 +50,8 @@ from protocols.evaluation_messages import (
     RowsScored,
     Sample,
 )
-from protocols.messages import Done, LoadColumns, Member
+from protocols.membership_messages import LoadColumns, Member
+from protocols.messages import Done
 
 ASK_SECONDS = 20.0
 # The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.

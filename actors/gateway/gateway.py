@@ -26,7 +26,7 @@ from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from areal.base.errors import UserError, explain
 from areal.extensions.agents.openai_api import most_characters
-from protocols.messages import LoadColumns, Work
+from protocols.membership_messages import LoadColumns, Work
 from protocols.session_messages import KeysElsewhere, KeyUse, ReportKeys
 
 WATCH_SECONDS = 1.0

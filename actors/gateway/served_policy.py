@@ -14,7 +14,8 @@ from areal.config.engine_sections import SamplingConfig
 from areal.extensions.agents.openai_api import ApiError
 from areal.samples.trajectory import TokenScores
 from protocols.bus_errors import BusError, RefusedError
-from protocols.messages import AskLogprobs, Logprobs, Member
+from protocols.membership_messages import Member
+from protocols.training_messages import AskLogprobs, Logprobs
 
 # To find a generator for the log-probs of a prompt, and for these.
 SCORE_SECONDS = 60.0

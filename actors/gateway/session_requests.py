@@ -40,11 +40,11 @@ class SessionRequests(HandlesRequests):
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
             if self._run.admission.free_sessions():
-                served = self._run.evaluations.served
+                served = self._run.evaluations.served.version
                 group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
-        receipt = self._run.state.receipt(name, request.message.mark)
+        receipt = self._run.state.sessions.receipt(name, request.message.mark)
         if group is None:
-            return SessionAnswer(state="trained" if name in self._run.state.receipts else "", receipt=receipt)
+            return SessionAnswer(state="trained" if name in self._run.state.sessions.receipts else "", receipt=receipt)
         mine = group.state is GroupState.OPEN and group.owner == owner
         session = _described(group, resumed) if mine else None
         return SessionAnswer(session=session, state=group.state.value, holder=group.owner, receipt=receipt)
@@ -75,7 +75,7 @@ class SessionRequests(HandlesRequests):
         for group in groups:
             self._run.ledger.discard(group.group_id, reason)
             log.info("session discarded", session=name, group=group.group_id, reason=reason)
-        trained = {group: step for group, (of, step) in self._run.state.trained_sessions.items() if of == name}
+        trained = {group: step for group, (of, step) in self._run.state.sessions.trained_sessions.items() if of == name}
         if reason == DELETED and trained:
             self._run.state.emit(SessionsDeleted(groups=tuple(trained)))
         self._run.changed.notify()

@@ -39,21 +39,20 @@ from areal.models import kept_words_of
 from areal.samples.pictures import find
 from areal.samples.table import Generation, joined
 from protocols.bus_errors import BusyError, RefusedError, StreamBrokenError
+from protocols.membership_messages import Engagement
 from protocols.messages import (
     FINISHES,
     SAMPLING,
     Done,
     EndJobs,
-    Engagement,
     Generate,
-    GeneratePictured,
     JobFailed,
-    LackingPictures,
     Message,
     NewSequence,
     OpenFlow,
     TokenColumns,
 )
+from protocols.picture_messages import GeneratePictured, LackingPictures
 from protocols.transport import Request
 
 # Copied with the settings of each sequence: `model_construct` inspects factories of defaults anew, for 0.4 ms.

@@ -23,7 +23,8 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import TornWeights
 from protocols.bus_errors import BusyError, RefusedError
-from protocols.messages import AskLogprobs, Logprobs, Policy
+from protocols.membership_messages import Policy
+from protocols.training_messages import AskLogprobs, Logprobs
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0

@@ -16,7 +16,8 @@ from actors.runtime.membership import Ask, Spawn
 from actors.runtime.works import Works
 from areal.config import Config
 from areal.devices import shares_devices
-from protocols.messages import Done, TakeDevices, YieldDevices
+from protocols.messages import Done
+from protocols.training_messages import TakeDevices, YieldDevices
 from protocols.transport import Request, ask_until
 
 # How long the trainer may keep a request for the devices before it refuses it.

@@ -95,7 +95,7 @@ class StepMeter:
         """The metrics of the step that `commit` ends. The next step begins with this call."""
         state, alive, now = self._state, self._state.ledger.state.groups, self._clock()
         groups = record.batch.group_ids
-        rewards = [state.rewards[group] for group in groups]
+        rewards = [state.tally.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0
         trained = commit.metrics.get("tokens_trained")
         mixed = sum(prompt >= 0 for prompt in record.prompts) * (commit.metrics.get("mixed_groups") or 0.0)
@@ -103,9 +103,9 @@ class StepMeter:
             **commit.metrics,
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
-            "reward_mean_all": state.score / state.scored if state.scored else None,
-            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
-            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
+            "reward_mean_all": state.tally.score / state.tally.scored if state.tally.scored else None,
+            "reward_parts": mean_parts(state.tally.reward_parts[group] for group in groups),
+            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.tally.discarded),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
             "staleness_histogram": record.staleness_histogram,
@@ -115,18 +115,18 @@ class StepMeter:
             "effective_throughput": trained / seconds if trained is not None and seconds else None,
             "groups_trained": len(groups),
             "tokens_per_mixed_group": self._counted["tokens_generated"] / mixed if mixed else None,
-            "coverage": state.coverage,
+            "coverage": coverage(state),
             "groups_ready": alive.count(GroupState.READY),
             "groups_alive": len(alive),
             "groups_left_over": self._left_over or 0,
             "starved_seconds": self._starved,
             "prompts": list(record.prompts),
-            "discarded": state.discarded.copy(),
+            "discarded": state.tally.discarded.copy(),
         }
         if state.settings.max_sessions:
             metrics["sessions_open"] = alive.count(GroupState.OPEN)
             metrics["sessions_trained"] = sum(prompt < 0 for prompt in record.prompts)
-            metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.discarded)
+            metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.tally.discarded)
         if keys := self.keys.total(now):
             metrics["keys"] = {name: use.model_dump() for name, use in keys.items()}
         # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
@@ -141,11 +141,20 @@ class StepMeter:
     def tokens_sampled(self) -> int:
         """By the counts of all generators, without those of evaluations. What a generator has not reported when it dies
         is missing."""
-        return self._state.tokens_sampled + int(self._counted["tokens_generated"] - self._counted["tokens_evaluated"])
+        return self._state.tally.tokens_sampled + int(
+            self._counted["tokens_generated"] - self._counted["tokens_evaluated"]
+        )
 
     def recent(self, since: int) -> list[dict[str, Any]]:
         """The main metrics of the recent steps after step `since`."""
         return [metrics for metrics in self._recent if metrics["step"] > since]
+
+
+def coverage(state: RunState) -> float | None:
+    """The share of the rows of which a prompt was admitted; None if the data has no end."""
+    if state.history.source is None and state.rows is not None:  # in an epoch each row comes once
+        return min(1.0, state.ledger.state.prompts.next_prompt / state.rows)
+    return state.history.coverage()
 
 
 def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +164,10 @@ def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def summary(config: Config, state: RunState, ending: Ending, tokens_sampled: int) -> dict[str, Any]:
     """The contents of summary.json, for a run that has ended. tokens_sampled: by the counts of the generators."""
     counters = state.ledger.state.counters
-    first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
+    tally, results = state.tally, state.results
+    first, last = results.evaluations.get(0), results.evaluations.get(config.steps)
     samples = (counters.trained - counters.sessions_trained) * config.group_size + counters.sessions_trained
-    accounted = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
+    accounted = tally.tokens_trained + tally.tokens_discarded + sum(tally.tokens.values())
     tokens = max(accounted, tokens_sampled)
     return {
         "ok": ending.ok,
@@ -165,17 +175,17 @@ def summary(config: Config, state: RunState, ending: Ending, tokens_sampled: int
         "steps": state.ledger.version,
         "accuracy_before": first and first.accuracy,
         "accuracy_after": last and last.accuracy,
-        "evaluations": [evaluation_record(evaluation) for evaluation in state.evaluations.values()],
-        "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
+        "evaluations": [evaluation_record(evaluation) for evaluation in results.evaluations.values()],
+        "not_evaluated": {str(version): reason for version, reason in results.not_evaluated.items()},
         "max_staleness": config.max_staleness,
         "samples_trained": samples,
         "samples_per_second": samples / state.seconds if state.seconds else None,
-        "effective_throughput": state.tokens_trained / state.seconds if state.seconds else None,
+        "effective_throughput": tally.tokens_trained / state.seconds if state.seconds else None,
         "tokens_generated": tokens,
-        "tokens_trained": state.tokens_trained,
-        "tokens_discarded": state.tokens_discarded,
+        "tokens_trained": tally.tokens_trained,
+        "tokens_discarded": tally.tokens_discarded,
         "tokens_lost": tokens - accounted,
-        "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
+        "tokens_untrained_share": 1 - tally.tokens_trained / tokens if tokens else None,
         "seconds": state.seconds,
         "checkpoint": state.checkpoint,
         "weights": {"version": state.policy.version, "stamp": state.policy.stamp},
@@ -187,7 +197,7 @@ def summary(config: Config, state: RunState, ending: Ending, tokens_sampled: int
         "groups_discarded": dict(counters.discarded),
         "groups_requeued": dict(counters.requeued),
         "prompts_open": state.ledger.state.open_prompts(),
-        "discarded": state.discarded,
+        "discarded": tally.discarded,
         "samples_before": [s.model_dump() for s in first.samples] if first else [],
         "samples_after": [s.model_dump() for s in last.samples] if last else [],
     }

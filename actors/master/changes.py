@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from protocols.evaluation_messages import EvaluationDone
-from protocols.messages import Member, Policy
+from protocols.membership_messages import Member, Policy
 
 
 class Change(BaseModel):

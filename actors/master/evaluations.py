@@ -1,11 +1,9 @@
 """Decides which version is evaluated, on which generator, and when an evaluation is given up. It does no I/O.
 
 A version that is due while the run goes on is *held*: one generator loads no newer one until it is evaluated. Version 0
-is held from the start. The last version is due last, and needs no hold: no newer one comes. With `gateway.serve:
-evaluated` a generator goes on to hold what is good enough for users, until another one holds something newer.
+is held from the start. The last version is due last, and needs no hold: no newer one comes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,8 +12,9 @@ import structlog
 from actors.master.changes import Evaluated, EvaluationDropped
 from actors.master.members import Members
 from actors.master.run_state import RunState
+from actors.master.served_version import ServedVersion
 from protocols.evaluation_messages import EvaluationDone
-from protocols.messages import Member, Policy
+from protocols.membership_messages import Member, Policy
 
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
 GRACE_SECONDS = 60.0
@@ -36,25 +35,15 @@ class Evaluations:
     def __init__(self, state: RunState, members: Members) -> None:
         self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
         self._held_since = self._evaluator_seen = self._clock()
+        self.served = ServedVersion(state, members)
         self._rows_at_loss: tuple[int, int] | None = None  # (version, scored rows) when an evaluator was lost
 
     @property
     def due(self) -> DueEvaluation | None:
-        if hold := self._state.holder:
+        if hold := self._members.holder:
             return DueEvaluation(hold[1].version, hold[0])
         version = self._state.policy.version
         return DueEvaluation(version, None) if version == self._config.steps and not self.is_over(version) else None
-
-    @property
-    def server(self) -> Member | None:
-        """The generator from which users get their answers (gateway.serve: evaluated)."""
-        return next((m for m in self._members.with_role("generator", healthy=False) if m.serving), None)
-
-    @property
-    def served(self) -> int | None:
-        """The version that users get; None: the newest, or none."""
-        server = self.server
-        return server.held.version if server and server.held else None
 
     @property
     def ready(self) -> DueEvaluation | None:
@@ -64,15 +53,14 @@ class Evaluations:
 
     def is_over(self, version: int) -> bool:
         """True if the evaluation of the first or the last version is over, with a result or without."""
-        over = version in self._state.evaluations or version in self._state.not_evaluated
-        return over or not self._config.evaluates
+        return self._state.results.is_over(version) or not self._config.evaluates
 
     # --- holds
 
     def hold_version_0(self, fresh: Member | None = None) -> None:
         """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
         still has this version: `fresh`, which has just joined, or any as long as no newer version is published."""
-        if self._state.ledger.version == self._config.steps or self.is_over(0) or self._state.holder:
+        if self._state.ledger.version == self._config.steps or self.is_over(0) or self._members.holder:
             return
         generators = [m for m in self._members.with_role("generator", healthy=False) if m.state != "draining"]
         if self._state.policy.version:
@@ -88,7 +76,7 @@ class Evaluations:
         every, version = self._config.evaluator.every, policy.version
         if not every or not self._config.evaluates or version % every or version == self._config.steps:
             return
-        if version in self._state.evaluations or version in self._state.not_evaluated:
+        if self._state.results.is_over(version):
             return  # the run has gone back to this version
         healthy = self._members.with_role("generator")
         generators = sorted((m for m in healthy if m.held is None), key=lambda m: m.index)
@@ -101,8 +89,7 @@ class Evaluations:
 
     def _hold(self, generator: Member, policy: Policy) -> None:
         self._held_since = self._clock()
-        first = policy.version == 0 and self._config.gateway.serve == "evaluated"
-        self._members.hold(generator, policy, serving=first)
+        self._members.hold(generator, policy, serving=self.served.serves_at_once(policy.version))
 
     # --- what the evaluator reports
 
@@ -112,11 +99,11 @@ class Evaluations:
 
     def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> bool:
         """Keep the scores of rows that had none. Returns False if there are none to keep."""
-        earlier, due = self._state.row_scores(version), self.due
+        earlier, due = self._state.results.row_scores(version), self.due
         fresh = {row: rows[row] for row in rows if row not in earlier}
         if not fresh or due is None or due.version != version:
             return False
-        self._state.keep_scores(version, fresh)
+        self._state.emit(self._state.results.rows_scored(version, fresh))
         return True
 
     def finish(self, result: EvaluationDone) -> bool:
@@ -125,27 +112,9 @@ class Evaluations:
         if due is None or due.version != result.version:
             return False
         self._state.emit(Evaluated(evaluation=result))
-        if due.holder and self._is_good_enough(result):
-            # From now on users get what this generator holds. The one before goes on once its sequences have ended.
-            server = self.server
-            if server is not None and server.identity != due.holder.identity:
-                self._members.hold(server, server.held)
-            self._members.hold(due.holder, due.holder.held, serving=True)
-        else:
+        if not (due.holder and self.served.offer(due.holder, result)):
             self._release(due)
         return True
-
-    def _is_good_enough(self, result: EvaluationDone) -> bool:
-        """Whether users get the version from now on. It is compared with the last good one, served or not."""
-        settings, least = self._config.gateway, -math.inf
-        if settings.serve == "newest" or result.accuracy is None:
-            return False
-        for version, evaluation in sorted(self._state.evaluations.items()):
-            if version < result.version and evaluation.accuracy is not None and evaluation.accuracy >= least:
-                least = evaluation.accuracy - settings.accuracy_drop
-        good = result.accuracy >= least
-        log.info("served to users" if good else "not served to users", version=result.version, least=least)
-        return good
 
     def give_up(self, due: DueEvaluation, reason: str) -> None:
         """There is no result. The holder loads the newest version."""
@@ -189,7 +158,7 @@ class Evaluations:
                 self._release(due)
         elif member.role == "evaluator":
             previous = self._rows_at_loss
-            self._rows_at_loss = due.version, len(self._state.row_scores(due.version))
+            self._rows_at_loss = due.version, len(self._state.results.row_scores(due.version))
             if previous == self._rows_at_loss:
                 self.abandon(f"{member.identity} is gone, like the one before, and none of them has scored another row")
 

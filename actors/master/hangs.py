@@ -6,7 +6,7 @@ import structlog
 
 from actors.master.members import Members
 from areal.staleness.standstills import UNKNOWN, Standstills
-from protocols.messages import Heartbeat, Member, Work, actor_name
+from protocols.membership_messages import Heartbeat, Member, Work, actor_name
 
 log = structlog.get_logger()
 

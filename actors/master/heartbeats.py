@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.runtime.membership import HEARTBEAT_SECONDS
-from protocols.messages import Engagement, Heartbeat, LoadColumns, Member
+from protocols.membership_messages import Engagement, Heartbeat, LoadColumns, Member
 
 # An asker gets the loads of n generators at most once in n times this, after 500 of them no longer with each heartbeat:
 # askers and loads both grow with a cluster, and their product would take the master's core at 8,000 devices.

@@ -13,16 +13,8 @@ from actors.master.run_state import RunState
 from areal.config.roles import is_role, role_of
 from protocols.bus_errors import BusyError, RefusedError
 from protocols.codec import MAX_BODY_BYTES
-from protocols.messages import (
-    Heartbeat,
-    Join,
-    Member,
-    MembersChanged,
-    Message,
-    Policy,
-    Snapshot,
-    actor_name,
-)
+from protocols.membership_messages import Heartbeat, Join, Member, MembersChanged, Policy, Snapshot, actor_name
+from protocols.messages import Message
 
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
 MAX_MEMBERS = 4096
@@ -48,6 +40,11 @@ class Members:
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self._state.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+
+    @property
+    def holder(self) -> tuple[Member, Policy] | None:
+        """The generator that holds a policy until it is evaluated, and that policy; None if no generator does."""
+        return self._state.results.holder(self._state.members.values())
 
     # --- the directory
 

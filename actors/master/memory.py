@@ -6,7 +6,7 @@ from actors.master.members import Members
 from actors.master.run_state import RunState
 from actors.runtime.vitals import ENOUGH_BYTES
 from protocols.addresses import host_of
-from protocols.messages import actor_name
+from protocols.membership_messages import actor_name
 
 LITTLE_BYTES = 1 << 30
 

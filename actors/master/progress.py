@@ -7,7 +7,7 @@ from actors.master.members import Members
 from actors.master.run_state import RunState
 from areal.config.roles import ROLES, Goal
 from areal.staleness.failures import Failures
-from protocols.messages import actor_name
+from protocols.membership_messages import actor_name
 
 # How long a reward that was served may have no actor before admission pauses. Its actor may just be started again.
 ABSENT_SECONDS = 10.0
@@ -115,7 +115,7 @@ class Progress:
         if self._state.ledger.version == self._config.steps:
             goals = {"step", "evaluation"}
         elif self._state.ledger.schedule.waiting and not self._state.unpublished:
-            goals = {"batch", "evaluation"} if self._state.holder else {"batch"}
+            goals = {"batch", "evaluation"} if self._members.holder else {"batch"}
         awaited = {role.name for role in ROLES.values() if goals & role.works_for}
         return [i for i, m in self._state.members.items() if m.role in awaited and m.state == "healthy"]
 
@@ -155,7 +155,7 @@ class Progress:
 
     def _held_back(self) -> str:
         """If the only generator holds a version, so that no group of a newer version begins: why."""
-        hold = self._state.holder
+        hold = self._members.holder
         if hold is None or len(self._members.with_role("generator")) > 1:
             return ""
         alone = "" if self._members.with_role("evaluator") else ", but there is no evaluator"

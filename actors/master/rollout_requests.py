@@ -9,6 +9,7 @@ from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
 from areal.staleness.ledger import ReportAnswer
 from protocols.bus_errors import RefusedError
+from protocols.membership_messages import actor_name
 from protocols.messages import (
     MAX_SERVED,
     AddReward,
@@ -22,7 +23,6 @@ from protocols.messages import (
     Permits,
     RenewLeases,
     ScoringFailed,
-    actor_name,
 )
 from protocols.transport import Request
 

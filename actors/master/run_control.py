@@ -1,7 +1,6 @@
 """What the parts of a master share."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ import structlog
 
 from actors.master.accounts import StepMeter
 from actors.master.admission import Admission
+from actors.master.announcements import Announcements
 from actors.master.evaluations import Evaluations
 from actors.master.members import Members
 from actors.master.progress import Progress
@@ -23,7 +23,8 @@ from areal.staleness.ledger import Ledger
 from areal.storage.disk import DiskRetry, Shortage
 from areal.storage.journal import Journal
 from protocols.bus_errors import FencedError, RefusedError
-from protocols.messages import Member, Message
+from protocols.membership_messages import Member
+from protocols.messages import Message
 from protocols.transport import Request
 
 # States that are kept besides those of the checkpoints that are: their checkpoints are being written.
@@ -59,8 +60,8 @@ class Records(Protocol):
 
 class RunControl:
     """What the parts of a master share: the state of the run, and what decides on it and ends it. `changed`: notified
-    after each change that a parked request may wait for. `end`: of the run. `outbox`: events that are to be published.
-    `unrecorded`: the step whose metrics may not be on disk."""
+    after each change that a parked request may wait for. `end`: of the run. `unrecorded`: the step whose metrics
+    may not be on disk."""
 
     def __init__(self, config: Config, journal: Journal, folder: Records, source: PromptSource | None) -> None:
         self.config = config
@@ -72,8 +73,7 @@ class RunControl:
         self._recording = asyncio.Lock()
         self.unrecorded: int | None = self.state.last_step.get("step")
         self.end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self.outbox: deque[Message] = deque()
-        self.mail = Notifier()
+        self.announcements = Announcements(journal)
         self.suspended = 0.0  # seconds
         self.meter = StepMeter(self.state, asyncio.get_running_loop().time)
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
@@ -110,8 +110,8 @@ class RunControl:
         return self.journal.shortage or self.disk_retry.shortage
 
     def send_out(self, event: Message) -> None:
-        self.outbox.append(event)
-        self.mail.notify()
+        """Publish an event, and wake the requests that may wait for it."""
+        self.announcements.send(event)
         self.changed.notify()
 
     def finish(self, ok: bool, reason: str, stopped: bool = False) -> None:

@@ -8,22 +8,14 @@ from actors.runtime.actor import HandlesRequests, handles
 from areal.staleness.ledger import ReportAnswer, RunEnded
 from areal.staleness.ledger_state import Batch
 from protocols.bus_errors import PreparingError, RefusedError
-from protocols.messages import (
-    AskBatch,
+from protocols.membership_messages import Policy, PolicyPublished
+from protocols.messages import AskBatch, AskReuse, BatchAnswer, CommitStep, Done, GroupAccepted, GroupReady, ReuseAnswer
+from protocols.training_messages import (
     AskRecovery,
-    AskReuse,
-    BatchAnswer,
     CheckpointAnswer,
     CheckpointSaved,
-    CommitStep,
-    Done,
-    GroupAccepted,
-    GroupReady,
-    Policy,
-    PolicyPublished,
     PublishPolicy,
     Recovery,
-    ReuseAnswer,
     StepFailed,
     TrainingFailed,
     TrainingFinished,
@@ -85,7 +77,7 @@ class TrainingRequests(HandlesRequests):
             self._run.state.emit(rewarded)
             self._run.progress.note_progress()
             self._run.changed.notify()
-            mean = self._run.state.score / self._run.state.scored
+            mean = self._run.state.tally.score / self._run.state.tally.scored
             self._run.end_if(self._run.failures.end_reason_after_ready(answer is ReportAnswer.FILTERED, mean))
         return GroupAccepted(accepted=answer in (ReportAnswer.ACCEPTED, ReportAnswer.UNCHANGED))
 

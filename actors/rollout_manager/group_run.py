@@ -20,19 +20,9 @@ from areal.data.rows import Row
 from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Note, Trajectory, row_text
 from protocols.bus_errors import RefusedError, text_of
-from protocols.messages import (
-    Done,
-    GroupAccepted,
-    GroupFailed,
-    GroupStarted,
-    LackingPictures,
-    Member,
-    OfferPictures,
-    Permit,
-    ScoredSample,
-    StorePictures,
-    StoreSamples,
-)
+from protocols.membership_messages import Member
+from protocols.messages import Done, GroupAccepted, GroupFailed, GroupStarted, Permit, ScoredSample, StoreSamples
+from protocols.picture_messages import LackingPictures, OfferPictures, StorePictures
 
 S = TypeVar("S")
 

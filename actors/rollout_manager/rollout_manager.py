@@ -28,7 +28,8 @@ from areal.data.rows import Row
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow
-from protocols.messages import AskPermits, LoadColumns, LostLeases, Permit, Permits, RenewLeases
+from protocols.membership_messages import LoadColumns
+from protocols.messages import AskPermits, LostLeases, Permit, Permits, RenewLeases
 
 ASK_PERMITS_SECONDS = 20.0
 BALANCE_SECONDS = 2.0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from protocols.bus_errors import RefusedError
-from protocols.messages import Engagement, LoadColumns, Message, Work
+from protocols.membership_messages import Engagement, LoadColumns, Work
+from protocols.messages import Message
 from protocols.transport import Request
 
 CONTROL_SECONDS = 10.0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from actors.runtime.actor import Notifier
-from protocols.messages import Member, Policy
+from protocols.membership_messages import Member, Policy
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ No task outlives `Membership.run`. While an actor is in the run it has these loo
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from actors.runtime import vitals
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
 from actors.runtime.bound_addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
+from actors.runtime.event_feed import EventFeed
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works, nothing
 from areal.base import extensions
@@ -43,19 +44,14 @@ from areal.base.processes import stop_signals
 from areal.config import Config, from_message
 from areal.devices import CORES, settle
 from areal.storage.disk import DiskRetry
-from protocols.addresses import host_of, reachable
 from protocols.bus_errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
-from protocols.messages import (
+from protocols.membership_messages import (
     AskSnapshot,
     DiskShortage,
     Heartbeat,
     HeartbeatAnswer,
     Join,
     Leave,
-    Member,
-    MembersChanged,
-    Message,
-    PolicyPublished,
     Shutdown,
     Snapshot,
     Span,
@@ -63,8 +59,9 @@ from protocols.messages import (
     Welcome,
     actor_name,
 )
+from protocols.messages import Message
 from protocols.network import Network
-from protocols.transport import Bus, Request, Subscriber, ask_until
+from protocols.transport import Bus, Request, ask_until
 
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it is waiting for the master.
@@ -415,52 +412,6 @@ class Membership:
         if answer.sequence > self._events.sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
             await self._events.take(await self.ask_master(AskSnapshot(), Snapshot))
-
-
-class EventFeed:
-    """Follows the master's events, from a snapshot on, and keeps `directory`. `sequence`: number of the last event that
-    is known. on_end: called when the run has ended."""
-
-    def __init__(self, bus: Bus, master: str, snapshot: Snapshot, on_end: Callable[[Shutdown], None]) -> None:
-        self.directory = Directory(snapshot.policy)
-        self.sequence = 0
-        self._bus = bus
-        self._master = master
-        self._on_end = on_end
-        self._subscriber = self._subscribe(snapshot)
-
-    async def take(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot."""
-        if self._subscriber.address != reachable(snapshot.events, host_of(self._master)):
-            await self._subscriber.close()
-            self._subscriber = self._subscribe(snapshot)
-        if snapshot.sequence >= self.sequence:
-            self.sequence = snapshot.sequence
-            self.directory.take_policy(snapshot.policy)
-            listed = {member.identity: member for member in snapshot.members}
-            self._update(listed, [identity for identity in self.directory.members if identity not in listed])
-            self.directory.changed.notify()
-
-    def _subscribe(self, snapshot: Snapshot) -> Subscriber:
-        return self._bus.subscribe(reachable(snapshot.events, host_of(self._master)), self._on_event)
-
-    def _on_event(self, sequence: int, event: Message) -> None:
-        if sequence <= self.sequence:
-            return
-        match event:
-            case PolicyPublished():
-                self.directory.take_policy(event.policy)
-            case MembersChanged():
-                self._update({m.identity: m for m in event.changed}, event.gone)
-            case Shutdown():
-                self._on_end(event)
-        if sequence == self.sequence + 1:  # after a gap, only a snapshot has what was missed
-            self.sequence = sequence
-        self.directory.changed.notify()
-
-    def _update(self, changed: dict[str, Member], gone: Iterable[str]) -> None:
-        for member in self.directory.update(changed, gone):
-            self._bus.forget(member.address)
 
 
 async def first_answer(bus: Bus, master: str, message: Message, patience: float) -> Any:

@@ -23,139 +23,46 @@ ended, and the supervisor starts no more processes.
 """
 
 import asyncio
-import contextlib
-import math
-import os
 import signal
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 
 from actors.runtime.actor import Ending
 from actors.runtime.bound_addresses import new_bus
-from actors.runtime.logs import log_file
-from actors.watching.run_status import status_of
-from areal.base import extensions
-from areal.base.children import kill_group
-from areal.base.processes import START, SUPERVISED, timed
+from actors.runtime.role_process import (
+    DEATHS_IN_VAIN,
+    END,
+    ERROR,
+    FAILED,
+    FENCED,
+    RUN_FAILED,
+    USER_ERROR,
+    Child,
+    how_it_ended,
+)
+from actors.runtime.status_watch import StatusWatch
+from areal.base.processes import START, timed
 from areal.base.text import shown
 from areal.config import Config
 from areal.config.roles import ROLES
-from areal.devices import memory_kills
-from areal.storage.disk import Backlog
 from areal.storage.records import read_records
 from areal.storage.run_folder import read_summary
 from protocols.addresses import on_this_machine
-from protocols.bus_errors import BusError, ProtocolVersionError
-from protocols.messages import AskStatus, actor_name
+from protocols.bus_errors import ProtocolVersionError
 from protocols.network import Network
-from protocols.transport import Bus, ask_until
 
-END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
-TAIL_LINES, QUOTED_LINES = 40, 15
-LONGEST_LINE_BYTES = 1 << 16
-READ_BYTES = 1 << 13  # fewer lines than a log takes at a time (Backlog.LINES)
-
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
-STEADY_SECONDS = 60.0
-SOUND_SECONDS = 600.0
-DEATHS_IN_VAIN = 5
-
+QUOTED_LINES = 15
 # Shutdown: the supervisor stops the master, which tells the other roles to leave. After FAREWELL_SECONDS the supervisor
 # sends SIGTERM to the processes that are left, and STOP_SECONDS after the beginning it kills the rest. If a signal told
 # it to stop, the trainer has `master.drain_seconds` before that, until a second signal comes.
 FAREWELL_SECONDS = 4.0
 STOP_SECONDS = 10.0
-# How long to read a dead child's output if a process that the child left behind still holds the pipe open.
-LAST_WORDS_SECONDS = 1.0
-ASK_SECONDS = 2.0
 # How long the master may take to end after the first of the other roles, which is when it has written the summary.
 END_SECONDS = 6.0
-# The interval of looks at the status of the run: at first, by how much each is longer than the one before, at last.
-FIRST_LOOK_SECONDS, LOOK_GROWTH, LOOK_SECONDS = 0.25, 1.02, 2.0
-# The time that an actor which is no member any more has to end.
-FENCED_SECONDS = 15.0
-
-
-@dataclass(slots=True)
-class Deaths:
-    """Counts the deaths of one child, for the pause before its restart and for the decision to give up.
-
-    early: deaths in a row within STEADY_SECONDS of a start. in_vain: deaths in a row within SOUND_SECONDS of a start,
-    without a trained step between them. progress: as given to `pause` at the last death.
-    """
-
-    early: int = 0
-    in_vain: int = 0
-    progress: int = 0
-
-    def pause(self, lived: float, progress: int) -> float | None:
-        """To be called after each death. Returns the seconds until the next start; None: do not start it again.
-
-        lived: seconds since its start. progress: any number that grows with each trained step.
-        """
-        self.early = 1 if lived >= STEADY_SECONDS else min(self.early + 1, 100)  # beyond that, no pause is longer
-        self.in_vain = 1 if lived >= SOUND_SECONDS or progress != self.progress else self.in_vain + 1
-        self.progress = progress
-        if self.in_vain >= DEATHS_IN_VAIN:
-            return None
-        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.early - 1), LONGEST_PAUSE_SECONDS)
-
-
-@dataclass(slots=True)
-class Child:
-    """One role of this machine, over all its restarts: its current process, and the last lines of that one's output."""
-
-    role: str
-    index: int
-    arguments: list[str]
-    process: asyncio.subprocess.Process | None = None
-    pump: asyncio.Task[None] | None = None
-    starts: int = 0
-    failed: bool = False  # the run, as it has said at its end
-    deaths: Deaths = field(default_factory=Deaths)
-    began: float = 0.0  # when this process was started
-    memory_kills: int = 0  # on this machine until then
-    identity: str = ""  # as which this process is a member of the run, or was
-    absent_since: float | None = None  # when it was first seen to be no member any more
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}/{self.index}"
-
-    @property
-    def running(self) -> asyncio.subprocess.Process | None:
-        return self.process if self.process is not None and self.process.returncode is None else None
-
-    def has_left(self, members: Mapping[str, float], now: float) -> bool:
-        """To be called at each look with the members of the run, and the seconds for which each was silent. True once
-        the process has been none for so long that it should have ended."""
-        for identity, silent in members.items():
-            # Who was last heard of before this process was started is one before it.
-            if actor_name(identity) == self.name and silent < now - self.began:
-                self.identity = identity
-        if not self.identity or self.identity in members:
-            self.absent_since = None
-            return False
-        self.absent_since = now if self.absent_since is None else self.absent_since
-        return now - self.absent_since > FENCED_SECONDS
-
-    @property
-    def last_line(self) -> str:
-        return self.tail[-1] if self.tail else f"{self.name} printed nothing"
-
-    @property
-    def killed_for_memory(self) -> str:
-        """A sentence if this process, or one that it had started, may have been killed for lack of memory."""
-        kills = memory_kills() - self.memory_kills
-        return f". Since its start the kernel has killed {kills} for lack of memory: see `dmesg`" if kills else ""
 
 
 def role_command(role: str, arguments: list[str]) -> list[str]:
@@ -181,8 +88,6 @@ class Supervisor:
         self._master: Child | None = None
         self._folder: Path | None = None  # the run's, once the master has made it
         self._progress_before = 0  # what `_progress` was when the supervisor began
-        self._display: Any = None  # until the master answers, or without the extension
-        self._alerts: set[str] = set()
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[Ending] = loop.create_future()
         self._hurry: asyncio.Future[None] = loop.create_future()
@@ -200,8 +105,13 @@ class Supervisor:
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
-                if not await self._until_answers(master, bus, address):
-                    return
+                watch = StatusWatch(bus, address, master, self._say)
+                try:
+                    await watch.until_answers()
+                except ProtocolVersionError as error:
+                    self.user_error = True
+                    reason = f"The program at {address} is not the master of this run: {error}."
+                    return self._finish(Ending(False, reason))
                 self._say(timed("the master is ready, the other roles are started"))
                 self._folder = folder
                 self._progress_before = self._progress()
@@ -209,7 +119,7 @@ class Supervisor:
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                await self._watch(master, bus, address, config, skipped)
+                await watch.repeat(config, self.console, self.children, skipped)
 
         address = on_this_machine(config.master.address)
         async with new_bus("supervisor/0", network) as bus:
@@ -262,89 +172,6 @@ class Supervisor:
     def _summary(self) -> dict[str, Any] | None:
         return read_summary(self._folder) if self._folder else None
 
-    async def _watch(self, master: Child, bus: Bus, address: str, config: Config, skipped: int) -> None:
-        """Ask the master for the status of the run again and again: show it, print alerts when they begin, on any kind
-        of console, and kill processes that have lost their place in the run and do not end, and a master that has
-        stopped to answer, before all others leave it. skipped: number of steps that an earlier start has shown."""
-        make = extensions.part_of("terminal", "display")
-        self._display = make and make(self.console, config, skipped, self._say)
-        longest = (self._display and self._display.seconds) or LOOK_SECONDS
-        pause, patience, loop = FIRST_LOOK_SECONDS, config.master.lost_seconds / 2, asyncio.get_running_loop()
-        answering, answered = 0, loop.time()  # the start of the master that has answered last, and when it did
-        self._show("begin")
-        try:
-            while True:
-                pause = min(pause * LOOK_GROWTH, longest)
-                await asyncio.sleep(pause)
-                try:
-                    status = await status_of(bus, address, ASK_SECONDS)
-                except BusError as error:  # it is asked again
-                    self._show("show_silence", error)
-                    lost = answering == master.starts and loop.time() - answered > patience
-                    if lost and (process := master.running):
-                        self._kill(master, process, f"it has not answered for {patience:g} s")
-                    continue
-                answering, answered = master.starts, loop.time()
-                self._show("show", status)
-                self._look_after(status)
-        finally:
-            self._show("end")
-
-    def _show(self, method: str, *values: Any) -> None:
-        """Call a method of the display, if there is one."""
-        if self._display is not None:
-            try:
-                getattr(self._display, method)(*values)
-            except Exception as error:  # whatever it is, the run needs no display
-                self._display = None
-                self._say(f"the display of the run has failed; the run continues: {error!r}")
-
-    def _look_after(self, status: Mapping[str, Any]) -> None:
-        for alert in status["alerts"]:
-            if alert not in self._alerts:
-                self._say(alert)
-        self._alerts = {*status["alerts"]}
-        silences = ((member["identity"], member["silent"]) for member in status["members"])
-        self._kill_fenced({identity: math.inf if seconds is None else seconds for identity, seconds in silences})
-
-    def _kill_fenced(self, members: Mapping[str, float]) -> None:
-        now = asyncio.get_running_loop().time()
-        for child in self.children:
-            if child.has_left(members, now) and (process := child.running):
-                why = f"it has lost its place in the run, and does not end. Last output: {child.last_line}"
-                self._kill(child, process, why)
-
-    def _kill(self, child: Child, process: asyncio.subprocess.Process, why: str) -> None:
-        self._say(f"{child.name} is killed: {why}")
-        kill_group(process)
-        child.memory_kills = memory_kills()  # those of the kernel before are not why it dies
-
-    async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
-        """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
-        model. False if it is of another version of this program, which ends the run."""
-        showing = asyncio.create_task(self._show_last_lines(master))
-
-        def again(error: BusError) -> bool:
-            return not isinstance(error, ProtocolVersionError)
-
-        try:
-            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), again, pause=0.1)
-        except ProtocolVersionError as error:
-            self.user_error = True
-            self._finish(Ending(False, f"The program at {address} is not the master of this run: {error}."))
-            return False
-        finally:
-            showing.cancel()
-        return True
-
-    async def _show_last_lines(self, child: Child) -> None:
-        last = ""
-        while True:
-            await asyncio.sleep(0.2)
-            if child.tail and child.tail[-1] != last and "[info " not in child.tail[-1]:  # what the log has
-                last = child.tail[-1]
-                self._say(last)
-
     def _say(self, line: str) -> None:
         self.console.print(shown(line), highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
@@ -358,15 +185,16 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Start a child, and restart it whenever it dies. Returns once it is not to be restarted any more."""
-        loop = asyncio.get_running_loop()
+        loop, command = asyncio.get_running_loop(), self._command(child.role, child.arguments)
+        environment = self._environments.get(child.name, {})
         while True:
             try:
-                await self._start(child)
+                await child.start(command, environment, lambda: self._folder)
             except OSError as error:  # the machine has no process left for it, for instance
                 child.tail.append(f"it could not be started: {error}")
                 code = ERROR
             else:
-                code = await self._end_of(child)
+                code = await child.until_ended()
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
             if code in (END, RUN_FAILED) and self._master is None:
@@ -378,64 +206,11 @@ class Supervisor:
                 return
             pause = child.deaths.pause(loop.time() - child.began, self._progress())
             if pause is None:
-                return self._finish(Ending(False, self._gave_up(child, code)))
+                return self._finish(Ending(False, _why_it_ends(child, code)))
             pause = 0.0 if code == FENCED else pause
-            why = f". Last output: {child.last_line}" if code >= 0 else ""
-            self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}{child.killed_for_memory}")
+            why = f"{f'. Last output: {child.last_line}' if code >= 0 else ''}{child.killed_for_memory}"
+            self._say(f"{child.name} {how_it_ended(code)}, and is started again in {pause:g} s{why}")
             await asyncio.sleep(pause)
-
-    async def _start(self, child: Child) -> None:
-        child.starts += 1
-        child.began, child.identity, child.absent_since = asyncio.get_running_loop().time(), "", None
-        child.tail.clear()
-        child.memory_kills = memory_kills()
-        # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.
-        reading, writing = os.pipe()
-        child.pump = asyncio.create_task(self._pump(child, os.fdopen(reading, "rb")), name=f"output of {child.name}")
-        try:
-            child.process = await asyncio.create_subprocess_exec(
-                *self._command(child.role, child.arguments),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=writing,
-                stderr=asyncio.subprocess.STDOUT,
-                # Some tasks of reasoning_gym give the same rows in two processes only with the same hash seed.
-                env={
-                    **os.environ,
-                    SUPERVISED: str(os.getpid()),
-                    "PYTHONHASHSEED": "0",
-                    **self._environments.get(child.name, {}),
-                },
-                start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops the children in order
-            )
-        finally:
-            os.close(writing)
-
-    async def _end_of(self, child: Child) -> int:
-        """Wait until a child has ended, and kill the processes that it left behind. Returns its exit code."""
-        process, pump = child.process, child.pump
-        assert process is not None and pump is not None  # it was started
-        code = await process.wait()
-        kill_group(process)
-        await asyncio.wait([pump], timeout=LAST_WORDS_SECONDS)
-        pump.cancel()
-        return code
-
-    async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
-        """Read the output of a child. `child.tail` gets its last lines, the run folder, once there, all."""
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        with contextlib.closing(transport):
-            out: Backlog | None = None
-            async for lines in _lines(reader):
-                if out is None and self._folder is not None:
-                    out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
-                    out.append(f"{text}\n" for text in child.tail)
-                # Python's tracker of semaphores warns once the process is dead: that says nothing of why.
-                child.tail.extend(line for line in lines if "resource_tracker" not in line)
-                if out is not None:
-                    out.append(f"{text}\n" for text in lines)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""
@@ -453,13 +228,6 @@ class Supervisor:
     def _progress(self) -> int:
         metrics = self._folder and self._folder / "metrics.jsonl"
         return metrics.stat().st_size if metrics and metrics.exists() else 0
-
-    def _gave_up(self, child: Child, code: int) -> str:
-        words = "\n".join(f"  {line}" for line in list(child.tail)[-QUOTED_LINES:])
-        return (
-            f"{child.name} {_how(code)}, for the {DEATHS_IN_VAIN}th time in a row without a trained step in between. "
-            f"Its last lines:\n{words}{child.killed_for_memory}"
-        )
 
     async def _stop_all(self, drain_seconds: float) -> None:
         """Stop all children: the master first, which tells the others that the run has ended, then the others.
@@ -485,10 +253,9 @@ class Supervisor:
         self._terminate_others()
         await self._until_ended(begun + STOP_SECONDS - loop.time())
         for child in self.children:
-            if process := child.running:
-                self._kill(child, process, f"it did not stop within {STOP_SECONDS:g} s")
+            child.kill(f"it did not stop within {STOP_SECONDS:g} s", self._say)
             if child.process is not None:
-                await self._end_of(child)
+                await child.until_ended()
         for child in trainers:
             self._say(f"{child.name}: {child.last_line}")
 
@@ -505,21 +272,10 @@ class Supervisor:
             await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
-    """The lines of an output, all that have come at a time: a child may print a gigabyte, and waits for who reads it.
-    Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
-    cut."""
-    begun = b""  # the last line, whose end has not come yet
-    while data := await reader.read(READ_BYTES):
-        *lines, begun = (begun + data).split(b"\n")
-        if len(begun) > LONGEST_LINE_BYTES:
-            lines, begun = [*lines, begun], b""
-        yield [line.decode(errors="replace").rstrip() for line in lines]
-    if begun:
-        yield [begun.decode(errors="replace").rstrip()]
-
-
-def _how(code: int) -> str:
-    if code == LEFT:
-        return "was told to leave by another program (SIGTERM)"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+def _why_it_ends(child: Child, code: int) -> str:
+    """Why the run ends because of a child that dies again and again."""
+    words = "\n".join(f"  {line}" for line in list(child.tail)[-QUOTED_LINES:])
+    return (
+        f"{child.name} {how_it_ended(code)}, for the {DEATHS_IN_VAIN}th time in a row without a trained step in "
+        f"between. Its last lines:\n{words}{child.killed_for_memory}"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from protocols.messages import Work
+from protocols.membership_messages import Work
 
 LOOK_SECONDS = 1.0
 # Two looks that are further apart than this: the process was suspended, and so perhaps were its engine and its machine.

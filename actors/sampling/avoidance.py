@@ -8,7 +8,7 @@ import structlog
 
 from actors.runtime.directory import Directory
 from protocols.bus_errors import BusError, BusyError, ConnectionLostError, RefusedError
-from protocols.messages import Member
+from protocols.membership_messages import Member
 from protocols.transport import STREAM_SILENCE_SECONDS
 
 # After a failed request, other actors of the role are preferred to this one for this long. The wait for one that does

@@ -18,7 +18,7 @@ from actors.sampling.avoidance import AVOID_SECONDS, Avoidance
 from actors.sampling.flows import Flow, Job, Spawn
 from areal.generation.routing import GeneratorLoad, fullness
 from protocols.bus_errors import BusError
-from protocols.messages import LoadColumns, Member
+from protocols.membership_messages import LoadColumns, Member
 from protocols.transport import Bus
 
 # The pause after a job's first error. It doubles with each further error, up to AVOID_SECONDS, unless another actor is

@@ -27,7 +27,9 @@ from protocols.bus_errors import (
     StreamBrokenError,
     from_code,
 )
-from protocols.messages import EndJobs, JobFailed, LackingPictures, Member, Message, OpenFlow
+from protocols.membership_messages import Member
+from protocols.messages import EndJobs, JobFailed, Message, OpenFlow
+from protocols.picture_messages import LackingPictures
 from protocols.transport import Peer, Request
 
 # Timeout of a flow's stream, which breaks much earlier if its server falls silent.

@@ -24,6 +24,7 @@ from areal.samples.table import Finish, Generation, TokenTable, split
 from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import Keep
 from protocols.bus_errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
+from protocols.membership_messages import Member, actor_name
 from protocols.messages import (
     FINISHES,
     SAMPLING,
@@ -31,18 +32,15 @@ from protocols.messages import (
     Completion,
     CompletionsScored,
     Generate,
-    GeneratePictured,
     JobFailed,
-    Member,
     Message,
     NewSequence,
     Score,
-    ScoreTokens,
     TokenColumns,
-    TokensScored,
-    actor_name,
     slices,
 )
+from protocols.picture_messages import GeneratePictured
+from protocols.scorer_messages import ScoreTokens, TokensScored
 
 # Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the run it
 # waits without a deadline: the master says what is missing.

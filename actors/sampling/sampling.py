@@ -22,7 +22,8 @@ from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from protocols.bus_errors import BusError, FencedError, MalformedError, RefusedError, text_of
-from protocols.messages import Cause, ConnectionLost, Done, Member, Message, ScoringFailed, Work
+from protocols.membership_messages import ConnectionLost, Member, Work
+from protocols.messages import Cause, Done, Message, ScoringFailed
 from protocols.transport import ask_until
 
 M = TypeVar("M", bound=Message)

@@ -25,7 +25,7 @@ from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
 from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
-from protocols.messages import Member
+from protocols.membership_messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}
 

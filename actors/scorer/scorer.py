@@ -36,7 +36,8 @@ from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
 from protocols.bus_errors import RefusedError
-from protocols.messages import Completion, Done, JobFailed, Message, Scored, ScoreTokens, TokensScored, slices
+from protocols.messages import Completion, Done, JobFailed, Message, Scored, slices
+from protocols.scorer_messages import ScoreTokens, TokensScored
 from protocols.transport import Request
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from areal.weights.chunks import HeldVersion, Manifest
 from areal.weights.model_files import WEIGHTS_FILE
 from protocols.addresses import host_of, is_loopback
 from protocols.bus_errors import BusError, PreparingError
-from protocols.messages import AskConfig, Configuration, Member, Policy
+from protocols.membership_messages import AskConfig, Configuration, Member, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, KeysError, make_keys
 from protocols.transport import Bus, ask_until

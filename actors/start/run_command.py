@@ -476,7 +476,7 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
     from actors.runtime.bound_addresses import new_bus
     from actors.runtime.membership import first_answer
-    from protocols.messages import AskStatus
+    from protocols.membership_messages import AskStatus
 
     follow = extensions.need("terminal", "follow", "--role monitor").load()
     network = network_towards(arguments.master)
@@ -583,7 +583,7 @@ def ask_config(arguments: argparse.Namespace) -> Config:
     """The configuration of the master. Waits until the master answers. Raises UserError, also if this machine has
     another model than the run: a role that joined with it would take the place of one that has the right one."""
     from areal.weights.model_files import check_same
-    from protocols.messages import AskConfig
+    from protocols.membership_messages import AskConfig
 
     answer = ask_master(arguments, AskConfig())
     if not USES_MODEL.isdisjoint(arguments.role):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from areal.base.processes import timed
-from protocols.messages import actor_name
+from protocols.membership_messages import actor_name
 
 
 class StartLines:

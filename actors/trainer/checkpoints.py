@@ -19,7 +19,7 @@ from areal.base.errors import UserError
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_folder import checkpoint_of, ways_on
 from areal.storage.spool import Spool
-from protocols.messages import CheckpointAnswer, CheckpointSaved, Recovery
+from protocols.training_messages import CheckpointAnswer, CheckpointSaved, Recovery
 
 # Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
 DURATIONS_KEPT = 4

@@ -9,7 +9,8 @@ from actors.runtime.actor import HandlesRequests, handles, parked
 from areal.base.errors import explain
 from areal.samples.pictures import find
 from protocols.bus_errors import BusyError
-from protocols.messages import Done, LackingPictures, OfferPictures, StorePictures
+from protocols.messages import Done
+from protocols.picture_messages import LackingPictures, OfferPictures, StorePictures
 from protocols.transport import Request
 
 

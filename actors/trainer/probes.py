@@ -19,7 +19,8 @@ from areal.samples.pictures import pictures_of
 from areal.samples.trajectory import Group
 from areal.training.engine_gap import EngineGaps, Probe, probe_of
 from protocols.bus_errors import BusError
-from protocols.messages import AskLogprobs, Logprobs, Member
+from protocols.membership_messages import Member
+from protocols.training_messages import AskLogprobs, Logprobs
 
 ANSWER_SECONDS = 600.0  # while the trainer computes, an engine may sleep
 

@@ -22,7 +22,7 @@ from areal.samples.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
 from protocols.bus_errors import text_of
-from protocols.messages import StepFailed
+from protocols.training_messages import StepFailed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -52,15 +52,8 @@ from areal.storage.run_folder import checkpoints_in, first_version, version_of
 from areal.storage.spool import Spool
 from areal.training.guard import Guard, limits_of
 from protocols.bus_errors import BusError
-from protocols.messages import (
-    AskBatch,
-    AskRecovery,
-    BatchAnswer,
-    Done,
-    Recovery,
-    TrainingFailed,
-    TrainingFinished,
-)
+from protocols.messages import AskBatch, BatchAnswer, Done
+from protocols.training_messages import AskRecovery, Recovery, TrainingFailed, TrainingFinished
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.

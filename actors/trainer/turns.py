@@ -16,7 +16,9 @@ from actors.trainer.learner import Learner
 from areal.base.errors import explain
 from areal.devices import shares_devices
 from protocols.bus_errors import BusError, BusyError
-from protocols.messages import Done, Member, TakeDevices, YieldDevices
+from protocols.membership_messages import Member
+from protocols.messages import Done
+from protocols.training_messages import TakeDevices, YieldDevices
 from protocols.transport import Request, ask_until
 
 Timed = Callable[[str], AbstractContextManager[None]]

@@ -19,7 +19,9 @@ from actors.runtime.membership import Membership
 from actors.trainer.learner import Learner
 from actors.weights.weight_service import WeightServer
 from areal.weights.chunks import HeldVersion
-from protocols.messages import CommitStep, Done, Policy, PublishPolicy
+from protocols.membership_messages import Policy
+from protocols.messages import CommitStep, Done
+from protocols.training_messages import PublishPolicy
 
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.watching.run_status import status_of
 from protocols.bus_errors import BusError
-from protocols.messages import actor_name
+from protocols.membership_messages import actor_name
 from protocols.transport import Bus, ask_until
 
 ASK_SECONDS = 5.0

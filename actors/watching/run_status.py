@@ -4,7 +4,7 @@ from typing import Any
 
 from areal.base.text import all_shown
 from protocols.bus_errors import BusError
-from protocols.messages import AskStatus, Status
+from protocols.membership_messages import AskStatus, Status
 from protocols.transport import Bus
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.master.run_state import RunState
+from actors.ways_back.past_state import become_fork
 from actors.ways_back.rollback import versions_kept
 from areal.base.errors import UserError, explain
 from areal.base.secrets import hidden_in
@@ -84,11 +85,11 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
         replace(config.folder / FORK, json.dumps(origins, indent=2) + "\n")
         _take_checkpoint(checkpoint_of(run, step), checkpoint_of(config.folder, step), journal.run)
         if not is_comparable:
-            parent.evaluations, parent.not_evaluated = {}, {}
+            parent.results.evaluations, parent.results.not_evaluated = {}, {}
         if has_other_rows := any(is_under(key, OF_ROWS) for key in changed):
             past = _without_prompts(past)
         state = RunState(config, journal)
-        state.become_fork(parent, past, keeps_history=not has_other_rows)
+        become_fork(state, parent, past, keeps_history=not has_other_rows)
         journal.compact(state.dump())
         journal.keep(step, state.dump(), 1)
         asyncio.run(journal.durable())

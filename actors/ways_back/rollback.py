@@ -22,6 +22,7 @@ from typing import Any
 from actors.master.changes import Abandoned
 from actors.master.run_state import RunState
 from actors.ways_back.moved_rollouts import move_rollouts
+from actors.ways_back.past_state import return_to
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.staleness.ledger_state import GroupState
@@ -76,7 +77,7 @@ def _take_state(config: Config, state: RunState, version: int, agreed: bool) -> 
     spooled = _whole_groups(config.folder / SPOOL, ready, config.group_size, abandoned)
     undone = acknowledged - spooled
     saved = _keep_samples(config.folder / SPOOL, sorted(undone), abandoned)
-    state.go_back(past, spooled)
+    return_to(state, past, spooled)
     state.journal.compact(state.dump())
     asyncio.run(state.journal.durable())
     rows = [group["group_id"] for group in alive if not is_session(group["group_id"])]
@@ -103,7 +104,7 @@ def _acknowledged(state: RunState, version: int) -> set[str]:
     """The sessions whose users were told that their reward is taken, and that no step up to `version` has trained."""
     taken = (GroupState.READY, GroupState.BATCHED)
     waiting = {group.group_id for group in state.ledger.state.groups if group.session and group.state in taken}
-    return waiting | {group for group, (_, step) in state.trained_sessions.items() if step > version}
+    return waiting | {group for group, (_, step) in state.sessions.trained_sessions.items() if step > version}
 
 
 def _keep_samples(spool: Path, groups: list[str], abandoned: Path) -> int:

@@ -24,7 +24,8 @@ from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, 
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
 from protocols.bus_errors import BusError, BusyError, RefusedError, StreamBrokenError
-from protocols.messages import Member, Message, Policy
+from protocols.membership_messages import Member, Policy
+from protocols.messages import Message
 from protocols.transport import Bus, Request
 from protocols.weight_messages import FetchWeights, WeightChunk, WeightFile, WeightFiles
 

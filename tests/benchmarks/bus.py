@@ -35,7 +35,8 @@ import zmq
 import zmq.asyncio
 from results import ratio, show, write
 
-from protocols.messages import Heartbeat, HeartbeatAnswer, Message, Policy
+from protocols.membership_messages import Heartbeat, HeartbeatAnswer, Policy
+from protocols.messages import Message
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Request

@@ -17,7 +17,7 @@ from areal.staleness.failures import Failures
 from areal.staleness.ledger_state import Counters
 from areal.storage.journal import Journal
 from protocols.evaluation_messages import EvaluationDone
-from protocols.messages import Heartbeat, Join, Member, Policy
+from protocols.membership_messages import Heartbeat, Join, Member, Policy
 
 
 class QuietMaster:

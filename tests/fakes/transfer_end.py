@@ -11,7 +11,7 @@ import torch
 
 from actors.direct.direct_weights import DirectReceiver
 from actors.runtime.directory import Directory
-from protocols.messages import Member, Policy
+from protocols.membership_messages import Member, Policy
 from protocols.transport import Bus
 
 

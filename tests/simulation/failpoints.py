@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from types import AsyncGeneratorType
 from typing import Any, Protocol
 
-from protocols.messages import AskSamples, Heartbeat, Message, RenewLeases, StoreCalls, StoreSamples
+from protocols.membership_messages import Heartbeat
+from protocols.messages import AskSamples, Message, RenewLeases, StoreCalls, StoreSamples
 from protocols.transport import Request
 from simulation.faults import FailPoint, Plan
 from simulation.incarnation import Incarnation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocols.messages import Policy
+from protocols.membership_messages import Policy
 from simulation.book import Violation
 from simulation.incarnation import Incarnation
 from simulation.model import Model
@@ -45,8 +45,8 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
     return {
         "groups": (len(ledger.state.groups) + len(dump["requeued"]), limit),
         "steps that may be redone": (len(dump["steps"]), _steps_to_redo(model)),
-        "rewards": (len(state.rewards), len(ledger.state.groups)),
-        "token counts": (len(state.tokens), len(ledger.state.groups)),
+        "rewards": (len(state.tally.rewards), len(ledger.state.groups)),
+        "token counts": (len(state.tally.tokens), len(ledger.state.groups)),
         "members": (len(state.members), members),
         "last heartbeats": (len(master.members.heartbeats.last), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * limit + 10 * members),

@@ -24,12 +24,14 @@ from actors.generator import generator
 from actors.generator.loaded_policy import LoadedPolicy
 from actors.generator.shared_devices import SharedDevices
 from actors.master import run_state
+from actors.master.changes import Change, Stepped
 from actors.master.evaluations import Evaluations
 from actors.master.hangs import Hangs
 from actors.master.master import Master
 from actors.master.progress import Progress
 from actors.master.run_control import RunControl
 from actors.master.run_state import RunState
+from actors.master.session_records import SessionRecords
 from actors.master.training_requests import TrainingRequests
 from actors.rollout_manager.group_run import GroupStart, GroupStore
 from actors.rollout_manager.saved_groups import SavedGroups
@@ -48,6 +50,7 @@ from actors.trainer.sample_store import SampleStore
 from actors.trainer.trainer import Trainer
 from actors.trainer.turns import Turns
 from actors.trainer.weight_publisher import WeightPublisher
+from actors.ways_back import past_state
 from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.ledger import Leases, Ledger, Schedule
@@ -74,7 +77,6 @@ from areal.training.guard import Guard
 from protocols.bus_errors import RefusedError
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import (
-    AskRecovery,
     AskSamples,
     Done,
     GroupAccepted,
@@ -83,13 +85,12 @@ from protocols.messages import (
     KeepAlive,
     Message,
     Permit,
-    Recovery,
     StoredSamples,
     StoreSamples,
     TokenColumns,
-    TrainingFinished,
 )
 from protocols.session_messages import DiscardSession, SessionDiscarded
+from protocols.training_messages import AskRecovery, Recovery, TrainingFinished
 from protocols.transport import Peer, RequestServer
 from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
 
@@ -176,12 +177,12 @@ def choices_not_journaled() -> AbstractContextManager[None]:
 
 def lost_groups_stay_ready() -> AbstractContextManager[None]:
     """A run that goes back to a checkpoint does not look which groups the spool still has."""
-    go_back = RunState.go_back
+    return_to = past_state.return_to
 
     def keep_all(state: RunState, kept: dict[str, Any], spooled: Any) -> None:
-        go_back(state, kept, [group["group_id"] for group in kept["ledger"]["groups"]])
+        return_to(state, kept, [group["group_id"] for group in kept["ledger"]["groups"]])
 
-    return patch.multiple(RunState, go_back=keep_all)
+    return patch.multiple(past_state, return_to=keep_all)
 
 
 def only_the_last_checkpoint() -> AbstractContextManager[None]:
@@ -904,13 +905,14 @@ def left_sessions_begin_anew() -> AbstractContextManager[None]:
 
 def rewards_without_receipts() -> AbstractContextManager[None]:
     """The master forgets the ids of rewards at each step."""
-    apply = RunState._apply_stepped
+    apply = RunState.apply
 
-    def forget(state: RunState, change: Any) -> None:
+    def forget(state: RunState, change: Change) -> None:
         apply(state, change)
-        state.receipts.clear()
+        if isinstance(change, Stepped):
+            state.sessions.receipts.clear()
 
-    return patch.multiple(RunState, _apply_stepped=forget)
+    return patch.multiple(RunState, apply=forget)
 
 
 def stored_sessions_begin_anew() -> AbstractContextManager[None]:
@@ -978,32 +980,32 @@ def deletions_of_the_last_session() -> AbstractContextManager[None]:
     return patch.multiple(Groups, of_session=lambda groups, name: of_session(groups, name)[-1:])
 
 
-def kept_on_a_way_back(name: str) -> AbstractContextManager[None]:
-    """A run that goes back keeps what its state has under this name."""
-    go_back = RunState.go_back
+def kept_on_a_way_back(part: str, name: str) -> AbstractContextManager[None]:
+    """A run that goes back keeps what this part of its state has under this name."""
+    return_to = past_state.return_to
 
     def keep(state: RunState, past: Any, spooled: Any) -> None:
-        value = getattr(state, name)
-        go_back(state, past, spooled)
-        setattr(state, name, value)
+        value = getattr(getattr(state, part), name)
+        return_to(state, past, spooled)
+        setattr(getattr(state, part), name, value)
 
-    return patch.multiple(RunState, go_back=keep)
+    return patch.multiple(past_state, return_to=keep)
 
 
 def receipts_kept_on_a_way_back() -> AbstractContextManager[None]:
     """A run that goes back keeps the receipts of rewards that it undoes."""
-    return kept_on_a_way_back("receipts")
+    return kept_on_a_way_back("sessions", "receipts")
 
 
 def deletions_undone_on_a_way_back() -> AbstractContextManager[None]:
     """A run that goes back forgets which sessions users had deleted since."""
-    go_back = RunState.go_back
+    return_to = past_state.return_to
 
     def forget(state: RunState, past: Any, spooled: Any) -> None:
-        state.deleted_sessions.clear()
-        go_back(state, past, spooled)
+        state.sessions.deleted_sessions.clear()
+        return_to(state, past, spooled)
 
-    return patch.multiple(RunState, go_back=forget)
+    return patch.multiple(past_state, return_to=forget)
 
 
 def snapshots_without_receipts() -> AbstractContextManager[None]:
@@ -1014,12 +1016,12 @@ def snapshots_without_receipts() -> AbstractContextManager[None]:
 
 def trained_sessions_not_counted() -> AbstractContextManager[None]:
     """The master does not note which step has trained a session."""
-    return patch.multiple(RunState, _note_trained=lambda state, step: None)
+    return patch.multiple(SessionRecords, note_trained=lambda records, groups, step: None)
 
 
 def tokens_of_steps_alone() -> AbstractContextManager[None]:
     """The summary counts the tokens of groups that were undone as trained."""
-    return kept_on_a_way_back("tokens_trained")
+    return kept_on_a_way_back("tally", "tokens_trained")
 
 
 def sessions_trained_twice() -> AbstractContextManager[None]:

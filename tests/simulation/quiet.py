@@ -24,9 +24,10 @@ from areal.base.processes import ROOT
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
 from areal.storage import disk
-from protocols import transport
+from protocols import pubsub, transport
 from protocols.codec import decode_body
-from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
+from protocols.membership_messages import HeartbeatAnswer, MembersChanged, PolicyPublished, Shutdown
+from protocols.messages import Done, Message, StreamEnd
 from simulation.cluster.loop import undisturbed
 from simulation.loop import DEAD, FaultyLoop, WorldScheduler
 from simulation.model import Model
@@ -80,7 +81,8 @@ def quiet(world: Simulated) -> Iterator[None]:
     with ExitStack() as settings:
         settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(patch.multiple(membership, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
-        settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
+        for receiver in (transport, pubsub):
+            settings.enter_context(patch.multiple(receiver, decode_body=_decode_body))
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
         settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, BALANCE_SECONDS=BALANCE_SECONDS))

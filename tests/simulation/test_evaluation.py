@@ -15,7 +15,7 @@ from actors.runtime.membership import EventFeed
 from actors.sampling.jobs import Call
 from areal.data.rows import Row
 from areal.samples.trajectory import Trajectory
-from protocols.messages import MembersChanged
+from protocols.membership_messages import MembersChanged
 from simulation.engines import HELDOUT, Mishaps, Pace
 from simulation.faults import Fault, Hang, Kill, Leave, Plan
 from simulation.model import Model, with_hangs

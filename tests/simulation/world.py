@@ -34,6 +34,7 @@ from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer.scorer import Scorer
 from actors.trainer.trainer import Trainer
+from actors.ways_back import past_state
 from actors.ways_back.rollback import undone_by
 from areal.base.errors import UserError
 from areal.generation.generation_engine import EngineError
@@ -555,7 +556,7 @@ class World:
         self.summary = summary
         if summary["ok"] and (life := self._running("master-0")):
             self.oracle.check_summary(summary)
-            self.oracle.check_receipts(life.actor.state.receipts, "at the end")
+            self.oracle.check_receipts(life.actor.state.sessions.receipts, "at the end")
         if not self.model.farewell:
             self._master_ended(summary["reason"], summary["ok"])
             self.scheduler.stopped = True
@@ -824,9 +825,9 @@ class World:
         spooled = {group for (group,) in trainer.disk.execute(complete)} if trainer.disk else set()
         undone = undone_by(journal.kept(version))
         trainer.rollouts[:] = [rollout for rollout in trainer.rollouts if not undone(rollout.group.id)]
-        state.go_back(journal.kept(version), spooled)
+        past_state.return_to(state, journal.kept(version), spooled)
         self.oracle.went_back(version, spooled)
-        self.oracle.check_receipts(state.receipts, "after the way back")
+        self.oracle.check_receipts(state.sessions.receipts, "after the way back")
         journal.compact(state.dump())
         journal._write(journal._snapshot, [], {})
         if trainer.disk is not None:

@@ -22,7 +22,7 @@ from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from protocols.bus_errors import BusError
-from protocols.messages import AskStatus, Join, Leave
+from protocols.membership_messages import AskStatus, Join, Leave
 from protocols.transport import Bus
 
 FRAMES = 1500

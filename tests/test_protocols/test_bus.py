@@ -8,7 +8,8 @@ import pytest
 
 from protocols.bus_errors import DeadlineError, FencedError, RefusedError, StreamBrokenError
 from protocols.codec import decode_header
-from protocols.messages import AskStatus, Done, Policy, PolicyPublished, Status
+from protocols.membership_messages import AskStatus, Policy, PolicyPublished, Status
+from protocols.messages import Done
 from protocols.network import Full, Unreachable
 from protocols.transport import RESEND_SECONDS, STREAM_SILENCE_SECONDS, Bus
 from protocols.weight_messages import FetchWeights, WeightChunk

@@ -29,21 +29,16 @@ from protocols.codec import (
     encode,
 )
 from protocols.evaluation_messages import RowScores, RowsScored
+from protocols.membership_messages import Join, Leave, Member, Policy, Snapshot, Welcome
 from protocols.messages import (
     Completion,
     Generate,
     GroupFailed,
-    Join,
-    Leave,
-    Member,
     NewSequence,
-    Policy,
     Score,
     ScoredSample,
-    Snapshot,
     StoreSamples,
     TokenColumns,
-    Welcome,
 )
 
 WITHOUT_NUMBERS = {

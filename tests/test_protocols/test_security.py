@@ -12,7 +12,8 @@ import zmq
 from protocols import network, security
 from protocols.bus_errors import DeadlineError
 from protocols.codec import Header, encode
-from protocols.messages import AskStatus, Completion, Done, Leave, Score, Shutdown, Status
+from protocols.membership_messages import AskStatus, Leave, Shutdown, Status
+from protocols.messages import Completion, Done, Score
 from protocols.network import SHARED_BYTES, Approach, ZmqNetwork
 from protocols.security import KeyGeneration, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
 from protocols.transport import Bus

@@ -26,7 +26,8 @@ from protocols.bus_errors import (
     StreamBrokenError,
 )
 from protocols.codec import PROTOCOL_VERSION, Header, decode_body, decode_header, encode
-from protocols.messages import AskPermits, AskStatus, Cancel, Credit, Done, Failure, Permits, Shutdown, Status
+from protocols.membership_messages import AskStatus, Shutdown, Status
+from protocols.messages import AskPermits, Cancel, Credit, Done, Failure, Permits
 from protocols.network import DRAIN, MAX_SUBSCRIPTION_BYTES, SHARED_BYTES
 from protocols.transport import STREAM_CREDIT, Bus
 from protocols.weight_messages import FetchWeights, WeightChunk

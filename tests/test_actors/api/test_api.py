@@ -35,7 +35,7 @@ from areal.rewards.worker_processes import RewardFailed
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, config_of_run
 from areal.workflows import begin, turns
-from protocols.messages import AskSnapshot, AskStatus, Member
+from protocols.membership_messages import AskSnapshot, AskStatus, Member
 from protocols.transport import Bus
 
 

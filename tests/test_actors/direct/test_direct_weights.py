@@ -43,7 +43,7 @@ from areal.samples.table import Generation
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import Manifest
 from protocols.bus_errors import StreamBrokenError
-from protocols.messages import Member, Policy
+from protocols.membership_messages import Member, Policy
 from protocols.transport import Bus
 from protocols.weight_messages import SendWeights
 

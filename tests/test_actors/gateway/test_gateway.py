@@ -45,15 +45,12 @@ from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
 from protocols.bus_errors import BusyError, FencedError, RefusedError
+from protocols.membership_messages import Member, Policy
 from protocols.messages import (
     AskCalls,
-    AskLogprobs,
     GroupAccepted,
     GroupStarted,
-    Logprobs,
     LostLeases,
-    Member,
-    Policy,
     RenewLeases,
     ScoredSample,
     StoreCalls,
@@ -62,6 +59,7 @@ from protocols.messages import (
     StoreSamples,
 )
 from protocols.session_messages import AskSession, DiscardSession, SessionAnswer, SessionDiscarded
+from protocols.training_messages import AskLogprobs, Logprobs
 
 STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
 
@@ -1340,7 +1338,7 @@ async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
         await user.reward(1, id="a")
         await user.ask("sessions/s", method="DELETE")
         assert (await user.reward(1, id="a"))[1] == {"id": "anna:s", "state": "gone", "changed": False}
-    assert not city.state.receipts
+    assert not city.state.sessions.receipts
 
 
 @pytest.mark.parametrize("host", ["the same", "another, whose clock is an hour ahead"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.small_runs import ten_steps
 
-from actors.master import master as master_module
+from actors.master import farewell
 from areal.config import Config
 
 
@@ -22,4 +22,4 @@ def config(tmp_path, free_port) -> Config:
 @pytest.fixture(autouse=True)
 def nobody_to_wait_for(monkeypatch) -> None:
     """The test does not leave when the run ends."""
-    monkeypatch.setattr(master_module, "FAREWELL_SECONDS", 0.5)
+    monkeypatch.setattr(farewell, "FAREWELL_SECONDS", 0.5)

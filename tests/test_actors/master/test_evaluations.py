@@ -8,7 +8,7 @@ import pytest
 from fakes.quiet_master import QuietMaster
 
 from actors.master.evaluations import GRACE_SECONDS
-from protocols.messages import Engagement, Heartbeat, Work
+from protocols.membership_messages import Engagement, Heartbeat, Work
 
 ROWS = {1: ([1.0], 5)}
 
@@ -54,7 +54,7 @@ def test_every_second_version_is_held_by_another_generator(run):
     assert run.held == {0: 4}
     run.publish(6)
     assert run.held == {0: 4}
-    assert run.state.not_evaluated == {6: "version 4 is still being evaluated"}
+    assert run.state.results.not_evaluated == {6: "version 4 is still being evaluated"}
 
 
 def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it():
@@ -63,17 +63,17 @@ def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it
     for _ in range(3):
         run.join("generator")
     run.evaluations.hold_version_0()
-    assert (run.evaluations.served, run.held) == (0, {0: 0}), "the first model is served at once"
+    assert (run.evaluations.served.version, run.held) == (0, {0: 0}), "the first model is served at once"
     run.finish(0, 0.5)
-    assert (run.evaluations.served, run.held, run.evaluations.due) == (0, {0: 0}, None)
+    assert (run.evaluations.served.version, run.held, run.evaluations.due) == (0, {0: 0}, None)
     run.publish(2)
     (evaluating,) = run.held.keys() - {0}
     run.finish(2, 0.39)
-    assert (run.evaluations.served, run.held) == (0, {0: 0}), "it is too bad"
+    assert (run.evaluations.served.version, run.held) == (0, {0: 0}), "it is too bad"
     run.publish(4)
     run.finish(4, 0.41)
     (server,) = run.held.keys() - {0}
-    assert run.evaluations.served == 4 and run.held == {0: 0, server: 4} and evaluating
+    assert run.evaluations.served.version == 4 and run.held == {0: 0, server: 4} and evaluating
     busy = Heartbeat(
         state="healthy",
         serves=(),
@@ -91,12 +91,12 @@ def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it
     assert run.held == {server: 4}
     run.publish(6)
     run.finish(6, None)
-    assert run.evaluations.served == 4, "nothing is known of version 6"
-    run.leave(run.evaluations.server)
-    assert run.evaluations.served is None
+    assert run.evaluations.served.version == 4, "nothing is known of version 6"
+    run.leave(run.evaluations.served.server)
+    assert run.evaluations.served.version is None
     run.publish(8)
     run.finish(8, 0.2)
-    assert run.evaluations.served is None, "it is compared with version 4 all the same"
+    assert run.evaluations.served.version is None, "it is compared with version 4 all the same"
 
 
 def test_the_last_version_is_due_without_a_hold(run):
@@ -122,7 +122,7 @@ def test_no_generator_is_held_without_an_evaluator_or_for_longer_than_it_may_tak
         assert run.held == held
     run.publish(6)
     assert run.held == {}
-    assert list(run.state.not_evaluated) == [2, 4, 6]
+    assert list(run.state.results.not_evaluated) == [2, 4, 6]
 
 
 def test_scores_count_once_and_only_for_the_version_that_is_due(run):
@@ -130,7 +130,7 @@ def test_scores_count_once_and_only_for_the_version_that_is_due(run):
     assert not run.evaluations.keep_scores(4, ROWS)
     assert run.evaluations.keep_scores(2, ROWS)
     assert not run.evaluations.keep_scores(2, {1: ([0.0], 9)})
-    assert run.state.row_scores(2) == ROWS
+    assert run.state.results.row_scores(2) == ROWS
 
 
 def test_a_generator_is_held_for_evaluators_only_while_they_score_rows(run):
@@ -141,7 +141,7 @@ def test_a_generator_is_held_for_evaluators_only_while_they_score_rows(run):
         run.leave(next(m for m in run.state.members.values() if m.role == "evaluator"))
         run.join("evaluator", f"{n}")
     assert run.held == {}
-    assert "none of them has scored another row" in run.state.not_evaluated[2]
+    assert "none of them has scored another row" in run.state.results.not_evaluated[2]
 
 
 def test_version_0_is_not_given_up_for_what_may_pass():
@@ -162,7 +162,7 @@ async def test_a_restarted_master_knows_what_is_held_and_scored(run):
     await run.state.journal.durable()
     again = QuietMaster(run.connection)
     assert again.held == {1: 2}
-    assert again.state.row_scores(2) == ROWS
+    assert again.state.results.row_scores(2) == ROWS
     assert again.finish(2)
 
 

@@ -11,12 +11,8 @@ from fakes.callers import SECONDS, Caller, callers, make_ready, master_of, recov
 from protocols.bus_errors import (
     RefusedError,
 )
-from protocols.messages import (
-    CheckpointSaved,
-    Leave,
-    StepFailed,
-    TrainingFailed,
-)
+from protocols.membership_messages import Leave
+from protocols.training_messages import CheckpointSaved, StepFailed, TrainingFailed
 
 
 @pytest.mark.parametrize("saved", [None, "checkpoints/step_1"])

@@ -16,7 +16,7 @@ import pytest
 from fakes.callers import callers, master_of, without_evaluation
 from support.small_disks import fill_disk, mounted_small_disk
 
-from actors.master import master as master_module
+from actors.master import farewell
 from areal.storage import disk
 from areal.storage import journal as journal_module
 from areal.storage.journal import Journal
@@ -24,15 +24,8 @@ from areal.storage.run_folder import RunFolder
 from protocols.bus_errors import (
     PreparingError,
 )
-from protocols.messages import (
-    AskPermits,
-    AskSnapshot,
-    AskStatus,
-    DiskShortage,
-    Permit,
-    RenewLeases,
-    Shutdown,
-)
+from protocols.membership_messages import AskSnapshot, AskStatus, DiskShortage, Shutdown
+from protocols.messages import AskPermits, Permit, RenewLeases
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ async def test_who_stops_a_run_on_a_disk_that_takes_nothing_at_all_is_heard_by_i
     def refuse(*_: object) -> None:
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr(master_module, "FAREWELL_SECONDS", 0.5)
+    monkeypatch.setattr(farewell, "FAREWELL_SECONDS", 0.5)
     heard: list[object] = []
     async with master_of(without_evaluation(config)) as running, callers(config, "rollout_manager") as (manager,):
         events = (await manager.ask(AskSnapshot())).events

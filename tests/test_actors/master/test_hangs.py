@@ -3,7 +3,7 @@ from typing import Any
 from fakes.quiet_master import QuietMaster
 
 from actors.master.hangs import Hangs
-from protocols.messages import Heartbeat, Work
+from protocols.membership_messages import Heartbeat, Work
 
 
 class Fleet:

@@ -36,15 +36,8 @@ from protocols.evaluation_messages import (
     RowScores,
     RowsScored,
 )
-from protocols.messages import (
-    AskSnapshot,
-    AskStatus,
-    CheckpointSaved,
-    Leave,
-    MembersChanged,
-    PolicyPublished,
-    TrainingFinished,
-)
+from protocols.membership_messages import AskSnapshot, AskStatus, Leave, MembersChanged, PolicyPublished
+from protocols.training_messages import CheckpointSaved, TrainingFinished
 
 
 async def holds(caller: Caller) -> dict[int, int]:

@@ -16,7 +16,7 @@ from fakes.callers import Caller, callers, callers_of_several_masters, master_of
 from support.networks import dealer, keys_folder, network
 
 from actors.generator.generator import Generator
-from actors.master import master as master_module
+from actors.master import membership_requests
 from actors.runtime.membership import Membership
 from protocols.bus_errors import (
     DeadlineError,
@@ -25,20 +25,11 @@ from protocols.bus_errors import (
     RefusedError,
 )
 from protocols.codec import Header, decode_body, decode_header, encode
-from protocols.messages import (
-    AskBatch,
-    AskPermits,
-    AskSnapshot,
-    AskStatus,
-    ConnectionLost,
-    Done,
-    Join,
-    Leave,
-    TrainingFailed,
-    actor_name,
-)
+from protocols.membership_messages import AskSnapshot, AskStatus, ConnectionLost, Join, Leave, actor_name
+from protocols.messages import AskBatch, AskPermits, Done
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
+from protocols.training_messages import TrainingFailed
 from protocols.transport import Bus
 
 UNUSED = "tcp://127.0.0.1:1"
@@ -64,7 +55,7 @@ async def test_without_keys_nobody_joins_on_this_machine_either(config, tmp_path
 async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_ends_if_it_neither_listens_nor_beats(
     config, monkeypatch, lives
 ):
-    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(membership_requests, "SILENT_SECONDS", 0.5)
 
     async def refuse(request):
         raise RefusedError("this generator does not answer 'ask_status'")
@@ -88,7 +79,7 @@ async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_en
 async def test_a_silent_actor_that_nobody_calls_is_removed_before_its_lease_ends_if_it_does_not_listen(
     config, monkeypatch
 ):
-    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(membership_requests, "SILENT_SECONDS", 0.1)
     config = without_evaluation(config)
     async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, lives):
         dead = Caller("rollout_manager", config.master.address)

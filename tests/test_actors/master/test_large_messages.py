@@ -18,15 +18,8 @@ from protocols.bus_errors import (
     MalformedError,
 )
 from protocols.codec import encode_body
-from protocols.messages import (
-    AskSnapshot,
-    AskStatus,
-    Engagement,
-    Heartbeat,
-    Member,
-    MembersChanged,
-)
-from protocols.transport import Publisher
+from protocols.membership_messages import AskSnapshot, AskStatus, Engagement, Heartbeat, Member, MembersChanged
+from protocols.pubsub import Publisher
 
 FULL = tuple(f"{n:0256}" for n in range(32))
 

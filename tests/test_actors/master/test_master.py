@@ -32,19 +32,9 @@ from protocols.bus_errors import (
     FencedError,
     PreparingError,
 )
-from protocols.messages import (
-    AskBatch,
-    AskPermits,
-    AskStatus,
-    CheckpointSaved,
-    CommitStep,
-    GroupFailed,
-    Heartbeat,
-    Leave,
-    RenewLeases,
-    Span,
-    TrainingFinished,
-)
+from protocols.membership_messages import AskStatus, Heartbeat, Leave, Span
+from protocols.messages import AskBatch, AskPermits, CommitStep, GroupFailed, RenewLeases
+from protocols.training_messages import CheckpointSaved, TrainingFinished
 
 
 async def test_what_a_member_tells_the_user_is_an_alert_until_it_takes_it_back(config):

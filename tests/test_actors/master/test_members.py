@@ -15,7 +15,7 @@ from actors.master.run_state import RunState
 from areal.storage.journal import Journal
 from protocols.bus_errors import MalformedError
 from protocols.codec import decode_body, encode_body
-from protocols.messages import Engagement, Heartbeat, Join, Member, Policy, Snapshot
+from protocols.membership_messages import Engagement, Heartbeat, Join, Member, Policy, Snapshot
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 from fakes.quiet_master import QuietMaster
 
 from actors.master.memory import Memory
-from protocols.messages import Heartbeat
+from protocols.membership_messages import Heartbeat
 
 GIB = float(1 << 30)
 

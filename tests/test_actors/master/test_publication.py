@@ -23,11 +23,8 @@ from fakes.callers import (
 from protocols.bus_errors import (
     RefusedError,
 )
-from protocols.messages import (
-    AskBatch,
-    AskPermits,
-    AskSnapshot,
-)
+from protocols.membership_messages import AskSnapshot
+from protocols.messages import AskBatch, AskPermits
 
 
 async def test_what_is_committed_and_not_published_yet_is_asked_of_new_groups_and_told_to_nobody(config):

@@ -24,22 +24,9 @@ from areal.storage.run_folder import checkpoint_of
 from protocols.bus_errors import (
     FencedError,
 )
-from protocols.messages import (
-    AskBatch,
-    AskPermits,
-    AskRecovery,
-    AskReuse,
-    AskStatus,
-    CheckpointSaved,
-    CommitStep,
-    GroupFailed,
-    GroupReady,
-    Leave,
-    Policy,
-    PublishPolicy,
-    RenewLeases,
-    TrainingFailed,
-)
+from protocols.membership_messages import AskStatus, Leave, Policy
+from protocols.messages import AskBatch, AskPermits, AskReuse, CommitStep, GroupFailed, GroupReady, RenewLeases
+from protocols.training_messages import AskRecovery, CheckpointSaved, PublishPolicy, TrainingFailed
 
 
 async def test_a_master_started_again_goes_on_where_the_killed_one_was(config):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sqlite3
+from dataclasses import fields
 from zlib import crc32
 
 import pytest
@@ -10,11 +11,16 @@ from conftest import ROOT
 from support.small_runs import ten_steps
 
 from actors.master import changes
+from actors.master.accounts import coverage
+from actors.master.group_tally import GroupTally
 from actors.master.run_state import PLAIN, RunState
+from actors.master.session_records import SessionRecords
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.sources import open_source
 from areal.storage.journal import Journal
+
+OF_GROUPS = [part.name for kind in (GroupTally, SessionRecords) for part in fields(kind)]
 
 
 def config_of(**data) -> Config:
@@ -50,7 +56,7 @@ def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_f
     permits = state.ledger.admit("manager/0#1", 4, 0.0, 30.0)
     for number, permit in enumerate(permits[:3]):
         rewarded(state, permit.group_id, signal=number == 1)
-    assert state.coverage == 4 / 20
+    assert coverage(state) == 4 / 20
     for _ in range(2):
         asyncio.run(state.journal.durable())
         later = state_of(config, connection)
@@ -85,7 +91,7 @@ def whole() -> dict:
     return json.loads(json.dumps(state.dump()))
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "discarded", "history", "members", "partial", "run_ahead"])
+@pytest.mark.parametrize("name", [*PLAIN, *OF_GROUPS, "history", "members", "partial", "run_ahead"])
 def test_a_snapshot_without_a_part_that_an_earlier_version_did_not_know_is_that_of_a_new_run(name):
     snapshot = whole()
     snapshot.pop(name)

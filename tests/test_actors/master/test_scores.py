@@ -25,16 +25,8 @@ from areal.staleness.failures import UNSCORED_LIMIT
 from protocols.bus_errors import (
     RefusedError,
 )
-from protocols.messages import (
-    AddReward,
-    AskPermits,
-    AskStatus,
-    GroupFailed,
-    GroupReady,
-    Heartbeat,
-    Leave,
-    ScoringFailed,
-)
+from protocols.membership_messages import AskStatus, Heartbeat, Leave
+from protocols.messages import AddReward, AskPermits, GroupFailed, GroupReady, ScoringFailed
 
 
 async def test_the_parts_of_rewards_are_averaged_over_the_groups_of_a_step(config):

@@ -27,7 +27,9 @@ from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.bus_errors import BusyError, DeadlineError, FencedError, RefusedError
-from protocols.messages import LackingPictures, Member, Permit, Policy, StoreSamples
+from protocols.membership_messages import Member, Policy
+from protocols.messages import Permit, StoreSamples
+from protocols.picture_messages import LackingPictures
 
 PROMPT, SAMPLED = 5, 9
 

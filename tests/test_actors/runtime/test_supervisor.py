@@ -20,13 +20,14 @@ from support.process_tree import descendants, processes_mentioning
 from support.small_runs import ten_steps
 
 import areal.devices
-from actors.runtime import supervisor
-from actors.runtime.supervisor import Deaths, Supervisor
+from actors.runtime import role_process, status_watch, supervisor
+from actors.runtime.role_process import Deaths
+from actors.runtime.supervisor import Supervisor
 from areal.base.processes import ROOT, LenientOutput
 from areal.config import Config
 from areal.storage.disk import Backlog
 from protocols.bus_errors import ProtocolVersionError
-from protocols.messages import Status
+from protocols.membership_messages import Status
 from protocols.transport import Bus, Request
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
@@ -67,7 +68,7 @@ sys.exit(int((folder / "end").read_text()) if (folder / "end").exists() else 1)
 @pytest.fixture
 def at_once(monkeypatch):
     """What died is started again without a pause."""
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(role_process, "FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -289,8 +290,8 @@ async def test_children_whose_run_has_failed_elsewhere_are_not_started_again_and
 
 
 async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(role_process, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(role_process, "LONGEST_PAUSE_SECONDS", 1000.0)
     play = stage(reward="sys.exit(3 if start == 1 else 0)")
     assert (await play.supervisor.run_roles(["reward"], [], {})).ok
     assert len(play.starts("reward")) == 2
@@ -370,8 +371,8 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     """A process that is stopped for good does not hear that it has lost its place. Nor did the kernel kill it."""
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
     monkeypatch.setattr(areal.devices, "VMSTAT", tmp_path / "vmstat")
-    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
+    monkeypatch.setattr(status_watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(role_process, "FENCED_SECONDS", 0.2)
     play = whole()
 
     def tell(*members: str, **more: list[str]) -> None:
@@ -405,8 +406,8 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
 async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
     whole, config, tmp_path, at_once, monkeypatch
 ):
-    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(status_watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(status_watch, "ASK_SECONDS", 0.5)
     config = config.model_copy(update={"master": config.master.model_copy(update={"lost_seconds": 1.0})})
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
@@ -423,8 +424,8 @@ async def test_a_child_that_starts_is_left_alone_while_one_before_it_loses_its_p
     whole, config, tmp_path, at_once, monkeypatch, silent
 ):
     """As after `--resume` of a run whose machine was lost: the journal still has the members of then."""
-    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
+    monkeypatch.setattr(status_watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(role_process, "FENCED_SECONDS", 0.2)
     play = whole()
     earlier = {"identity": "generator/0#a", "silent": silent, "state": "healthy", "activity": ""}
     replace_status(tmp_path, {"members": [earlier], "alerts": ["it is a member"]})
@@ -506,7 +507,7 @@ async def test_a_child_that_somebody_else_told_to_leave_is_started_again(whole, 
 
 
 async def test_an_alert_of_the_master_is_a_line_on_a_console_that_is_no_terminal(whole, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(status_watch, "LOOK_SECONDS", 0.01)
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(lambda: "first failure (reward)\n" in play.output)

@@ -45,7 +45,8 @@ from protocols.bus_errors import (
     RefusedError,
     StreamBrokenError,
 )
-from protocols.messages import Generate, Member, Policy
+from protocols.membership_messages import Member, Policy
+from protocols.messages import Generate
 from simulation.loop import FaultyLoop, WorldScheduler
 
 

@@ -16,7 +16,7 @@ from areal.base.command_line import typed
 from areal.extensions.desk.run_summary import print_summary
 from areal.storage.records import line_of
 from protocols.bus_errors import DeadlineError
-from protocols.messages import AskStatus, Shutdown, Status
+from protocols.membership_messages import AskStatus, Shutdown, Status
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:

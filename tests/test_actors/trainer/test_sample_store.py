@@ -21,7 +21,8 @@ from areal.extensions.pictures.picture_store import PictureStore
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Trajectory
 from areal.storage.spool import Spool
-from protocols.messages import GroupAccepted, OfferPictures, ScoredSample, StorePictures, StoreSamples
+from protocols.messages import GroupAccepted, ScoredSample, StoreSamples
+from protocols.picture_messages import OfferPictures, StorePictures
 from protocols.transport import Request
 
 ROUTES = np.uint8([[0, 0, 0, 0], [1, 0, 7, 2], [3, 5, 0, 6]])

@@ -219,7 +219,9 @@ def test_a_session_that_its_user_had_deleted_is_not_trained_after_the_run_has_go
     state = state_of(served)
     assert {group.session: group.state for group in state.ledger.state.groups} == {"anna:4": GroupState.READY}
     assert state.ledger.state.counters.discarded == {"deleted": 2}
-    assert {*state.receipts} == {"anna:0", "anna:1", "anna:2", "anna:3", "anna:4"}, "no receipt of what is undone"
+    assert {*state.sessions.receipts} == {"anna:0", "anna:1", "anna:2", "anna:3", "anna:4"}, (
+        "no receipt of what is undone"
+    )
 
 
 def test_steps_of_before_that_are_in_another_file_are_moved_and_forked_like_those_in_this_one(config):
@@ -273,7 +275,7 @@ def test_groups_that_the_spool_has_lost_are_generated_anew(config, loss):
     state = state_of(config)
     assert state.ledger.state.counters.requeued[LOST_WITH_THE_SPOOL] == len(lost)
     assert state.ledger.state.groups.count(GroupState.READY) == len(held) - len(lost)
-    assert not any(map(state.tokens.get, lost))
+    assert not any(map(state.tally.tokens.get, lost))
     assert (config.folder / "abandoned/1/spool.db").exists() == (loss == "no database")
 
 

@@ -1,0 +1,65 @@
+"""The master's events, in order. Each event is published after the changes that it reports are on disk."""
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from actors.master.members import next_event
+from actors.runtime.actor import Notifier
+from areal.storage.journal import Journal
+from protocols.bus_errors import MalformedError
+from protocols.membership_messages import MembersChanged
+from protocols.messages import Message
+from protocols.pubsub import Publisher
+
+# Membership changes within this time are published as one event.
+GATHER_SECONDS = 0.05
+
+log = structlog.get_logger()
+
+
+class Announcements:
+    """Events to publish. `open` has to be called before any other method but `send`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._outbox: deque[Message] = deque()
+        self._mail = Notifier()
+        self._publisher: Publisher
+
+    def open(self, publisher: Publisher) -> None:
+        """Publish with `publisher` from now on."""
+        self._publisher = publisher
+
+    @property
+    def sequence(self) -> int:
+        """The number of the last published event."""
+        return self._publisher.sequence
+
+    @property
+    def address(self) -> str:
+        """The address to subscribe to."""
+        return self._publisher.address
+
+    def send(self, event: Message) -> None:
+        """Publish `event` after the events before it, once the journal is on disk."""
+        self._outbox.append(event)
+        self._mail.notify()
+
+    def send_at_once(self, event: Message) -> None:
+        """Publish `event` before the waiting events, and without waiting for the journal."""
+        self._publisher.publish(event)
+
+    async def repeat(self) -> None:
+        """Publish the events that are sent, until cancelled."""
+        while True:
+            await self._mail.until(lambda: self._outbox)
+            if isinstance(self._outbox[0], MembersChanged):
+                await asyncio.sleep(GATHER_SECONDS)
+            event = next_event(self._outbox)
+            await self._journal.durable()
+            try:
+                self._publisher.publish(event)
+            except MalformedError as error:  # subscribers see a gap in the numbers, and ask for a snapshot
+                log.error("an event cannot be sent", kind=event.kind, error=str(error))
