@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a run, or one role of it: `.venv/bin/python run.py --help`. `.venv/bin/areal run` does the same."""
+"""Start a run, or a single role: `.venv/bin/python run.py --help`. `.venv/bin/areal run` does the same."""
 
 import shlex
 import sys
@@ -10,11 +10,11 @@ OURS = ("areal", "actors", "protocols")
 
 
 def way_in() -> str:
-    """What to do in place of a command whose Python cannot start a run."""
+    """The remedy for a command whose Python cannot start a run."""
     venv = ROOT / ".venv"
     if not venv.exists():
         return f"`make setup` in {ROOT} makes one that can"
-    if Path(sys.prefix).resolve() == venv or not (venv / "bin" / "python").exists():  # its packages are old, or it is
+    if Path(sys.prefix).resolve() == venv or not (venv / "bin" / "python").exists():  # old packages, or an old Python
         return f"`rm -r .venv && make setup` in {ROOT} makes {venv} anew"
     near = "" if Path.cwd() == ROOT else f"{ROOT}/"
     words = [f"{near}.venv/bin/python", f"{near}run.py", *sys.argv[1:]]

@@ -1,1 +1,1 @@
-"""How actors communicate: messages, codec, transport. Imports no other package of this project."""
+"""The bus between actors: messages, codec, transport. This package imports no other package of the project."""

@@ -1,4 +1,10 @@
-"""Addresses on the bus: parses and builds tcp://HOST:PORT. Nothing here uses the network."""
+"""Addresses on the bus: parses and builds tcp://HOST:PORT. Nothing here uses the network.
+
+>>> reachable("tcp://*:5555", through="node0")
+'tcp://node0:5555'
+>>> host_of("tcp://[::1]:5555")
+'[::1]'
+"""
 
 import ipaddress
 
@@ -10,7 +16,7 @@ def port_range(ports: str) -> tuple[int, ...]:
 
 
 def host_of(address: str) -> str:
-    """The host in tcp://HOST:PORT, with its brackets."""
+    """The host in tcp://HOST:PORT. An IPv6 address keeps its brackets."""
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
@@ -27,7 +33,7 @@ def reachable(address: str, through: str) -> str:
 
 
 def on_this_machine(address: str) -> str:
-    """The address at which actors on the master's machine reach the master, which listens at `address`."""
+    """The address of the master for actors on the master's machine. `address`: where the master listens."""
     return reachable(address, "127.0.0.1")
 
 

@@ -1,14 +1,14 @@
-"""Errors of the bus. Each has a `code` that travels in a `Failure` message and comes back as the same type."""
+"""Errors of the bus. An error travels as its `code` in a `Failure` message and is raised as the same type again."""
 
 
 class BusError(Exception):
-    """Anything that went wrong between two actors."""
+    """Any failure between two actors."""
 
     code = "internal"
 
 
 class MalformedError(BusError):
-    """A frame that breaks the protocol: wrong shape, too large, unknown kind or a body that does not validate."""
+    """A frame that breaks the protocol: wrong shape, too large, unknown kind, or an invalid body."""
 
     code = "malformed"
 
@@ -38,19 +38,19 @@ class FencedError(RefusedError):
 
 
 class ForgedError(RefusedError):
-    """The request names a sender that it does not come from."""
+    """The request names a sender but comes from another process."""
 
     code = "forged"
 
 
 class BusyError(BusError):
-    """The peer cannot take the request now, for example because it holds as many as it may; try later."""
+    """The peer cannot take the request now, for example because its queue is full; try later."""
 
     code = "busy"
 
 
 class PreparingError(BusyError):
-    """The master is there but not ready: it makes or downloads the model, for as long as that takes."""
+    """The master is there but not ready, for example while it makes or downloads the model. The wait has no limit."""
 
     code = "preparing"
 
@@ -68,7 +68,7 @@ class StreamBrokenError(BusError):
 
 
 class ConnectionLostError(StreamBrokenError):
-    """The connection to the peer was reset or refused: its process is gone, or the network between."""
+    """The connection to the peer was reset or refused: the peer's process is gone, or the network is down."""
 
     code = "connection_lost"
 
@@ -83,10 +83,10 @@ _BY_CODE = {
 
 
 def from_code(code: str, text: str) -> BusError:
-    """The error that a `Failure` message stands for."""
+    """The error for a `Failure` message."""
     return _BY_CODE.get(code, BusError)(text)
 
 
 def text_of(error: object) -> str:
-    """The text of an error as a message can hold it: a path or a row in it may not be Unicode."""
+    """The text of an error, fit for a message: parts that are not Unicode, as in a path, are escaped."""
     return str(error).encode(errors="replace").decode()[:4096]

@@ -1,9 +1,9 @@
 """Encodes messages as frames and decodes them: `header | body | raw frames`.
 
-The header (msgpack, at most 4 KiB) names the kind of the body and the request that it answers. Arrays are raw frames
-beside the body, so decoding an array makes a view on the received bytes, not a copy. Long texts of a body that would be
-too large are raw frames too, in UTF-8. Decoding cannot execute code:
-the only types are msgpack's, numpy arrays of a few plain dtypes, and the registered pydantic models.
+The header (msgpack, at most 4 KiB) names the kind of the body and the answered request. Arrays are raw frames beside
+the body, so decoding an array makes a view on the received bytes, not a copy. Long texts of a large body are raw frames
+too, in UTF-8. Decoding cannot execute code: msgpack's types, numpy arrays of a few plain dtypes and the registered
+pydantic models are the only types.
 """
 
 import math
@@ -34,27 +34,27 @@ MAX_TOKEN_BYTES = 64
 MAX_BODY_BYTES = 1 << 20
 MAX_ARRAYS = 4096
 MAX_DIMENSIONS = 4
-# Limited because the receiver makes an error for each unknown key of a map.
+# Limited because the receiver makes an error for every unknown key of a map.
 MAX_MAP_ENTRIES = 16_384
 MAX_LIST_ENTRIES = 1 << 17
-# Limit of one frame. The arrays of one trajectory are far smaller; weights are sent in chunks of at most this size.
+# Limit of one frame. The arrays of a trajectory are far smaller; weights are sent in chunks of at most this size.
 MAX_FRAME_BYTES = 64 << 20
 DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "float64", "bool", "uint8")}
-# Keyed by the dtype itself, which, unlike its name, includes the byte order.
+# Keyed by the dtype, not by the dtype's name, because the dtype includes the byte order.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ARRAY, _TEXT = 1, 2
-# Texts from this length on leave a body that is too large. That limit is for what costs more than its size, as lists.
+# Texts from this length on leave a large body. The limit of a body is meant for lists, which cost more to decode.
 LONG_TEXT = 16_384
 
 Frame = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The envelope of a message. `sender` is role/index#incarnation. `id` names a request, `reply_to` the request that
-    is answered. `part` counts the parts of a stream, or the events of a publisher. `remaining_ms` is the time until the
-    asker's deadline. `token`: a secret between the asker and the server (see protocols.transport.Peer).
+    """The envelope of a message. `sender`: role/index#incarnation. `id`: a request's own. `reply_to`: the id of the
+    answered request. `part`: the number of a part of a stream, or of a publisher's event. `remaining_ms`: time until
+    the asker's deadline. `token`: a secret between the asker and the server (see protocols.transport.Peer).
 
-    It is not a pydantic model, because every message has one and a named tuple costs a third of that.
+    A named tuple, because every message has a header, and a pydantic model would cost three times as much.
     """
 
     kind: str
@@ -77,21 +77,21 @@ SUBJECTS = (
     session_messages,
     weight_messages,
 )
-"""All modules that have messages."""
+"""All modules with messages."""
 _CLASSES = dict.fromkeys(kind for module in SUBJECTS for kind in vars(module).values() if isinstance(kind, type))
 MODELS = [kind for kind in _CLASSES if issubclass(kind, Part)]
-PROTOCOL_VERSION = version_of(MODELS, Header._fields)  # every header has it, as `v`
+PROTOCOL_VERSION = version_of(MODELS, Header._fields)  # every header has the version, as `v`
 
 
 def encode(header: Header, message: Message) -> list[Frame]:
-    """The frames of a message. Raises MalformedError for what cannot be encoded or what the receiver would refuse."""
+    """The frames of a message. Raises MalformedError if encoding fails or the receiver would refuse the message."""
     return [encode_header(header), *encode_body(message)]
 
 
 def encode_header(header: Header, **extra: str) -> bytes:
-    """The first frame. extra: fields that only a peer of another protocol reads. Raises MalformedError."""
+    """The first frame. extra: fields for a peer of another protocol. Raises MalformedError."""
     _check(header)
-    # Empty fields are left out: the receiver's defaults are the same.
+    # Empty fields are left out: the receiver has the same defaults.
     fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value} | extra
     fields["v"] = PROTOCOL_VERSION
     try:
@@ -103,7 +103,7 @@ def encode_header(header: Header, **extra: str) -> bytes:
 
 
 def encode_refusal(sender: str, failure: Message) -> list[Frame]:
-    """The frames of an answer to a peer of another protocol. Its header says which version of the package this is."""
+    """The frames of an answer to a peer of another protocol. The header says the version of this package."""
     return [encode_header(Header(failure.kind, sender), program=program()), *encode_body(failure)]
 
 
@@ -138,7 +138,7 @@ def encode_body(message: Message) -> list[Frame]:
 
 
 def _with_long_texts(value: Any, apart: Callable[[str], Any]) -> Any:
-    """The value with what `apart` makes of each long text in it."""
+    """`value`, with `apart(text)` in place of each long text."""
     match value:
         case str() if len(value) >= LONG_TEXT:
             return apart(value)
@@ -152,7 +152,7 @@ def _with_long_texts(value: Any, apart: Callable[[str], Any]) -> Any:
 
 
 def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
-    # msgpack.packb allocates 256 KiB and frees it each time, which is most of the cost of a small message.
+    # msgpack.packb allocates and frees 256 KiB each time, most of the cost of a small message.
     packed: bytes = msgpack.Packer(default=default, buf_size=1024).pack(value)
     return packed
 
@@ -213,7 +213,7 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
         raise MalformedError(f"a frame of {size} bytes where at most {limit} are allowed")
 
     try:
-        # msgpack itself refuses a length that the frame cannot hold before it allocates anything.
+        # msgpack refuses a length beyond the end of the frame before it allocates memory.
         return msgpack.unpackb(
             frame,
             use_list=False,

@@ -65,7 +65,7 @@ class EvaluationAnswer(Message):
 
 
 class RowsScored(Message):
-    """These rows are scored at the version under evaluation: a restarted evaluator scores the others only."""
+    """Some rows are scored at the version under evaluation. A restarted evaluator skips these rows."""
 
     version: int
     scored: RowScores
@@ -79,9 +79,9 @@ class Sample(Part):
 
 
 class Scores(Part):
-    """Values as in actors.evaluator.pass_at_k.Scorecard. `accuracy` is None if no sample was scored.
-    `completion_tokens_mean`: mean over the samples that were scored. `unfinished`: number of samples that
-    `evaluator.timeout_seconds` cut off; they count in nothing else."""
+    """Values as in actors.evaluator.pass_at_k.Scorecard. `accuracy`: None if no sample was scored.
+    `completion_tokens_mean`: mean over the scored samples. `unfinished`: number of samples that
+    `evaluator.timeout_seconds` cut off; no other value counts them."""
 
     accuracy: Number | None
     standard_error: Number | None = None
@@ -93,7 +93,7 @@ class Scores(Part):
 
 
 class BenchmarkScores(Scores):
-    """`samples`: number of samples per row, `scored`: of all. `cut_share`: of those, at the limit."""
+    """`samples`: number per row. `scored`: number of scored samples. `cut_share`: share of these at the token limit."""
 
     samples: int
     scored: int
@@ -101,7 +101,7 @@ class BenchmarkScores(Scores):
 
 
 class EvaluationDone(Message, Scores):
-    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy may be None."""
+    """The scores of the held-out rows, and of every benchmark that was due. The accuracy may be None."""
 
     version: int
     samples: Several[Sample]

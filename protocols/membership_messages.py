@@ -24,9 +24,9 @@ State = Literal["starting", "stale", "healthy", "draining"]
 
 
 class Policy(Part):
-    """A policy, identified by (lineage, version). `folder` holds its model.safetensors, at least on the trainer's
-    machine. `stamp` is the digest of areal.weights.chunks. It is empty if nothing is to be checked, as for version 0,
-    which is the run's model."""
+    """A policy, identified by (lineage, version). `folder` holds model.safetensors, at least on the trainer's machine.
+    `stamp`: the digest of areal.weights.chunks, empty if there is nothing to check, as for version 0, the run's model.
+    """
 
     lineage: int
     version: int
@@ -39,13 +39,17 @@ class Policy(Part):
 
 
 def actor_name(identity: str) -> str:
-    """The role/index of an identity role/index#incarnation."""
+    """The role/index of an identity role/index#incarnation.
+
+    >>> actor_name("generator/2#9f3c")
+    'generator/2'
+    """
     return identity.partition("#")[0]
 
 
 class Member(Part):
-    """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads no policy
-    newer than `held`, which is being evaluated on it or, if it is `serving`, is what users get (gateway.serve)."""
+    """An actor as the directory lists it. `identity`: role/index#incarnation. `held`: a generator loads no policy newer
+    than `held`, while `held` is evaluated there. `serving`: the policy is held for users (gateway.serve)."""
 
     identity: Name
     role: Name
@@ -64,9 +68,9 @@ class Join(Message):
 
 
 class Snapshot(Message):
-    """The current policy and members, for actors that join late. Events with numbers after `sequence` change them and
-    are published at the address `events`. Sequence numbers continue after those of an earlier master of the run. The
-    master sends the JSON of each member, which it makes once, not for each of those who ask."""
+    """The current policy and members, for actors that join late. Events with numbers after `sequence` change the
+    snapshot and are published at the address `events`. A restarted master goes on with the sequence numbers of the
+    master before. The master sends the JSON of a member, encoded once for all askers."""
 
     policy: Policy
     members: Several[Annotated[Json[Member] | Member, Field(union_mode="left_to_right")]]
@@ -75,8 +79,8 @@ class Snapshot(Message):
 
 
 class Welcome(Message):
-    """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
-    actor with this role and index had the same."""
+    """The answer to Join: the actor's identity, the run's configuration and a snapshot. `start` is new for every start
+    of an actor with this role and index."""
 
     identity: Name
     start: Name
@@ -85,7 +89,7 @@ class Welcome(Message):
 
 
 class Engagement(Part):
-    """The load of a generator: `sequences` that run or wait, by asker, and the `limit` on all of them together."""
+    """The load of a generator: running and waiting `sequences` by asker, and the `limit` on the sum."""
 
     sequences: Annotated[dict[Name, Count], Field(max_length=4096)]
     limit: Annotated[int, Field(ge=1, le=1 << 31)]
@@ -94,7 +98,7 @@ class Engagement(Part):
 
 class LoadColumns(Part):
     """The loads of generators (areal.generation.routing.GeneratorLoad), as the master passes them on: `names` are
-    identities, and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: those of
+    identities, and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: the number of
     `sequences` that the receiver began."""
 
     names: Several[Name]
@@ -113,7 +117,7 @@ class LoadColumns(Part):
 
 
 class Span(Part):
-    """Something an actor did for `seconds`, starting at `began` on its own clock."""
+    """An operation of an actor: `began` on the actor's own clock, and `seconds` long."""
 
     name: Name
     began: Number
@@ -121,8 +125,8 @@ class Span(Part):
 
 
 class Work(Part):
-    """What an actor is working on itself, and for how many seconds. Waiting for other actors is not work. `still`: for
-    how many of them nothing has moved. `kind`: of what it is compared with; empty if it has deadlines of its own."""
+    """Work of an actor, since `seconds` ago. Waiting for other actors is not work. `still`: seconds without any
+    evidence of progress. `kind`: works of the same kind are compared; empty if the work has deadlines of its own."""
 
     kind: Annotated[str, Field(max_length=64)] = ""
     what: Annotated[str, Field(max_length=256)]
@@ -140,12 +144,12 @@ class DiskShortage(Part):
 
 
 class Heartbeat(Message):
-    """Sent every second. `serves`: names of what the actor offers. `stats`: gauges and counters by name. `spans`: what
-    the actor did since its last heartbeat. `clock`: the time of sending, on the same clock as the spans. `engagement`:
-    a generator's load. `works`: of the actor's operations in progress one of each kind, the oldest first; none while it
-    only waits. `ended`: by kind, for how long those have stood still that have ended since the last heartbeat. A
-    generator is healthy once it has loaded the policy that was current when it joined. `shortage`: while it waits for a
-    disk. `alert`: a sentence for the user of the run, if any."""
+    """Sent every second. `serves`: names of rewards or models that the actor offers. `stats`: gauges and counters by
+    name. `spans`: operations since the last heartbeat. `clock`: the time of sending, on the clock of the spans.
+    `engagement`: a generator's load. `works`: the oldest work in progress of every kind, oldest first; empty while the
+    actor waits. `ended`: by kind, the longest standstill of works that have ended since the last heartbeat. `shortage`:
+    set while the actor waits for a disk. `alert`: a sentence for the user of the run, if any. A generator is healthy
+    once it has loaded the policy that was current when the generator joined."""
 
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
@@ -161,7 +165,7 @@ class Heartbeat(Message):
 
 
 class Shutdown(Message):
-    """The run is over. `ok`: at its end. `stopped`: the master was told to stop, and the trainer hands over first."""
+    """The run is over. `ok`: it reached its end. `stopped`: the master was told to stop; the trainer hands over."""
 
     ok: bool
     reason: Annotated[str, Field(max_length=4096)]
@@ -169,7 +173,7 @@ class Shutdown(Message):
 
 
 class HeartbeatAnswer(Message):
-    """`ended`: once the run is over. `loads`: only for rollout managers and gateways."""
+    """`ended`: set once the run is over. `loads`: only for rollout managers and gateways."""
 
     policy: Policy
     sequence: int
@@ -182,7 +186,7 @@ class Leave(Message):
 
 
 class ConnectionLost(Message):
-    """The sender cannot reach a member: a connection was refused, or broke. Answered once the master has tried it."""
+    """The sender cannot reach a member: a connection was refused, or broke. The master answers after its own try."""
 
     identity: Name
 
@@ -192,7 +196,7 @@ class AskSnapshot(Message):
 
 
 class AskConfig(Message):
-    """Sent by a process that needs the configuration without being a member, such as one that is about to join."""
+    """A request of a process that is no member but needs the configuration, for example before it joins."""
 
 
 class Configuration(Message):
@@ -203,13 +207,13 @@ class Configuration(Message):
 
 
 class AskStatus(Message):
-    """`since`: the answer includes the newest steps after this one; None: it includes no steps."""
+    """`since`: the answer includes the newest steps after step `since`. None: the answer includes no steps."""
 
     since: int | None = None
 
 
 class Status(Message):
-    """What a monitor shows: see `Master.ask_status` for the keys."""
+    """The status for a monitor: see `StatusRequests.ask_status` for the keys."""
 
     values: dict[str, Any]
 
@@ -219,7 +223,7 @@ class PolicyPublished(Message):
 
 
 class MembersChanged(Message):
-    """`changed`: members that are new or have changed. `gone`: identities of members that have left."""
+    """`changed`: members that are new or have changed. `gone`: identities of former members."""
 
     changed: Several[Member] = ()
     gone: Several[Name] = ()

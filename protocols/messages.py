@@ -45,22 +45,22 @@ Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
 # Sums of as many counts as a message holds stay within 64 bits.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Index = Annotated[int, Field(ge=0, le=1 << 53)]
-# Those of sessions are negative.
+# Prompts of sessions have negative indexes.
 PromptIndex = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]
-# Bounded, so that sums over very many numbers, and the squares of these sums, stay finite.
+# Bounded, so that sums over very many numbers, and the squares of such sums, stay finite.
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 # Validation stops at the first wrong item: an error for each of a million items would take a gigabyte.
 Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
-# Most entries in a collection that an actor reports about itself and that the master has to keep.
+# Most entries in a collection that an actor reports and the master keeps.
 MAX_STATS = 256
-# An actor's entry in the directory goes to all others, and thousands of entries have to fit into one message.
+# The directory sends an actor's entry to all actors, and thousands of entries have to fit into one message.
 MAX_SERVED = 32
 KINDS: "dict[str, type[Message]]" = {}
 Vector = np.ndarray[Any, Any]
 
 
 class OfType(NamedTuple):
-    """Accepts arrays [n] of this dtype only: others would fail far inside an actor."""
+    """Accepts arrays [n] of `dtype` only. Another dtype would fail far inside an actor."""
 
     dtype: str
 
@@ -87,7 +87,7 @@ class Part(BaseModel):
 
 
 class Message(Part):
-    """A message on the bus; `kind` is its class name in snake case."""
+    """A message on the bus; `kind` is the class name in snake case."""
 
     kind: ClassVar[str]
 
@@ -102,7 +102,7 @@ class Message(Part):
 
 
 class Failure(Message):
-    """The typed error that answers a request."""
+    """The answer to a failed request: a typed error."""
 
     code: Name
     text: Annotated[str, Field(max_length=4096)]
@@ -119,7 +119,7 @@ class Cancel(Message):
 
 
 class KeepAlive(Message):
-    """The stream's server is alive but has nothing to send yet. Its header has the number of parts sent so far."""
+    """The stream's server is alive but has nothing to send yet. The header has the number of parts sent so far."""
 
 
 class StreamEnd(Message):
@@ -127,16 +127,16 @@ class StreamEnd(Message):
 
 
 class Done(Message):
-    """The request was carried out and its effect is committed."""
+    """The request was carried out, and the effect is committed."""
 
 
 # --- rollouts
 
 
 class Permit(Part):
-    """The right to start a group of the row with the training index `row`; its samples need weights of `min_version` or
-    newer. `resumed`: the trainer may have samples of an earlier attempt, whose lease was lost. `rewards`: the weights
-    that were given since the run began, beside those of the configuration (AddReward)."""
+    """The right to start a group of the row with the training index `row`; the group's samples need weights of
+    `min_version` or newer. `resumed`: the trainer may have samples of an earlier attempt that lost its lease.
+    `rewards`: the weights that AddReward has set since the run began, beside the weights in the configuration."""
 
     group: Name
     prompt_index: int
@@ -147,15 +147,15 @@ class Permit(Part):
 
 
 class AddReward(Message):
-    """From the next new prompt on, the reward `name` counts with `weight`, whether or not it did before. Rows that name
-    their own rewards are not affected."""
+    """From the next new prompt on, the reward `name` counts with `weight`, whether the reward is new or not. Rows with
+    rewards of their own are not affected."""
 
     name: Name
     weight: Number
 
 
 class AskPermits(Message):
-    """Answered as soon as at least one permit is free, or without permits when the remaining time is nearly over."""
+    """Answered once a permit is free, or without permits when the remaining time is nearly over."""
 
     count: Annotated[int, Field(ge=1, le=65536)]
 
@@ -169,7 +169,7 @@ class RenewLeases(Message):
 
 
 class LostLeases(Message):
-    """Groups whose leases the asker no longer holds; it aborts them."""
+    """Groups whose leases the asker no longer holds and therefore aborts."""
 
     groups: Several[Name]
 
@@ -180,12 +180,12 @@ class GroupStarted(Message):
 
 
 Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
-"""What made a group fail: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt that the generator
-refused, its reward, a scorer, the sandbox, the workflow's own code, or the trainer, which refused it."""
+"""The cause of a group's failure: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt refused by
+the generator, a reward, a scorer, the sandbox, the workflow's own code, or a refusal by the trainer."""
 
 
 class GroupFailed(Message):
-    """`discarded`: number of tokens that were sampled for the group."""
+    """`discarded`: number of tokens sampled for the group."""
 
     group: Name
     cause: Cause
@@ -194,22 +194,22 @@ class GroupFailed(Message):
 
 
 class ScoringFailed(Message):
-    """A sample of the sender failed or was refused, first of its cause, or before the sender's first success."""
+    """A sample of the sender failed or was refused: the first of its cause, or before any success."""
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
 
 
 class OpenFlow(Message):
-    """Asks for the results of the jobs that the sender will begin on its flow with this number: sequences at a
-    generator, completions at a reward actor, rows of tokens at a scorer. The answer is a stream without an end; the
-    jobs end with it."""
+    """A request for the results of the jobs that the sender will begin on its flow with the number `flow`: sequences at
+    a generator, completions at a reward actor, rows of tokens at a scorer. The answer is a stream without an end. Jobs
+    end with their stream."""
 
     flow: int
 
 
 class EndJobs(Message):
-    """Ends jobs of a flow (int64 [n]) where they are. Of a sequence, the tokens sampled so far still come."""
+    """Ends jobs of a flow (int64 [n]) at once. The tokens that a sequence has sampled so far are still sent."""
 
     flow: int
     jobs: Int64s
@@ -228,10 +228,10 @@ class JobFailed(Part):
 
 
 class NewSequence(Part):
-    """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
-    `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `cache_salt`: it shares the
-    KV cache of a prefix with sequences of the same one alone. `whole`: the asker reads no token before the last.
-    `seed`: of its own random numbers; None: it shares the engine's."""
+    """A sequence to sample. `job`: the asker's number for the sequence. `prompt`: index into the message's prompts.
+    `first_version`: the version of the sample's first token; None before that token. `cache_salt`: sequences with equal
+    salts share the KV cache of a prefix. `whole`: the asker reads no token before the last. `seed`: for random numbers
+    of the sequence's own; None: the engine's random numbers."""
 
     job: int
     prompt: int
@@ -249,11 +249,11 @@ class NewSequence(Part):
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
-"""The fields of NewSequence that are those of areal.config.engine_sections.SamplingConfig."""
+"""The fields that NewSequence shares with areal.config.engine_sections.SamplingConfig."""
 
 
 class Generate(Message):
-    """Sample sequences, each continuing one of `prompts` (int32 [T]). Tokens come on the flow, as TokenColumns."""
+    """Sample sequences, each a continuation of one of `prompts` (int32 [T]). Answers: TokenColumns on the flow."""
 
     flow: int
     prompts: Several[Int32s]
@@ -270,10 +270,10 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class TokenColumns(Message):
-    """New tokens of several sequences: of sequence `jobs[i]` the next `counts[i]` tokens, which follow those of
-    `jobs[i - 1]` in the columns. `finishes[i]`: the number in FINISHES of how the sequence ended with them.
+    """New tokens of several sequences: the columns hold `counts[0]` tokens of sequence `jobs[0]`, then `counts[1]`
+    tokens of sequence `jobs[1]`, and so on. `finishes[i]`: index into FINISHES: how the sequence ended.
 
-    jobs int64, counts and finishes int32, all [sequences]; columns: of areal.samples.table.COLUMNS, each [tokens, ...].
+    jobs int64, counts and finishes int32, all [sequences]; columns: areal.samples.table.COLUMNS, [tokens, ...].
     """
 
     jobs: Int64s
@@ -294,14 +294,18 @@ class TokenColumns(Message):
 
 
 def slices(counts: Vector) -> Iterator[slice]:
-    """The places of parts of these lengths in columns, in which they follow each other."""
+    """The places of consecutive parts with these lengths in a column.
+
+    >>> [*slices(np.array([2, 1]))]
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
     ends = np.cumsum(counts, dtype=np.int64).tolist()
     return map(slice, [0, *ends], ends)
 
 
 class Completion(Part):
-    """A completion to score, or for a reward of groups all those of a group. `job`: the asker's name for it. `row`: the
-    number of its row in the message. `tokens`: those of the completion, int32 [n], if the workflow passes them."""
+    """A completion to score, or all completions of a group for a reward of groups. `job`: the asker's number.
+    `row`: index into the message's rows. `tokens`: int32 [n], of the completion, if the workflow passes tokens."""
 
     job: int
     function: Name
@@ -312,7 +316,7 @@ class Completion(Part):
 
 
 class Score(Message):
-    """Score completions of `rows`. The scores come on the flow, as CompletionsScored."""
+    """Score completions of `rows`. CompletionsScored on the flow bring the scores."""
 
     flow: int
     rows: Several[dict[str, Any]]
@@ -350,8 +354,8 @@ def check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
 
 
 class ScoredSample(Part):
-    """`place`: its number in its group, which may have no other sample there. `frame`: of
-    areal.samples.trajectory.Trajectory.frame. The others: as in areal.samples.trajectory.Note."""
+    """`place`: the sample's number in its group. `frame`: see areal.samples.trajectory.Trajectory.frame. Further
+    fields: see areal.samples.trajectory.Note."""
 
     place: SampleIndex
     frame: Bytes
@@ -367,9 +371,9 @@ class ScoredSample(Part):
 
 
 class StoreSamples(Message):
-    """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete, or that it is not accepted. `row`: of `trajectory.row_text`, or empty. The pictures
-    that samples name are stored already."""
+    """Scored samples of a group, for the spool of trainer rank 0. An accepting answer says that all samples are on
+    disk, and that a complete group is ready. `row`: the text of `trajectory.row_text`, or empty. The trainer has the
+    pictures of the samples already."""
 
     group: Name
     prompt_index: PromptIndex
@@ -378,8 +382,8 @@ class StoreSamples(Message):
 
 
 class AskSamples(Message):
-    """Asks which samples of earlier attempts the trainer has, and makes them those of `group`, which is resumed.
-    `all_or_none`: they are of use only if it has all of an attempt, since their scores depend on each other."""
+    """A request for the places of stored samples of earlier attempts. The trainer moves the samples into `group`, which
+    is resumed. `all_or_none`: only a whole attempt is of use, since scores within an attempt depend on each other."""
 
     group: Name
     prompt_index: PromptIndex
@@ -387,7 +391,7 @@ class AskSamples(Message):
 
 
 class StoredSamples(Message):
-    """The places of the samples that are stored, and of those of which calls are. Their oldest version; None: none."""
+    """`places`: of complete samples. `unfinished`: of samples with stored calls. `start_version`: oldest of both."""
 
     places: Several[int]
     unfinished: Several[int] = ()
@@ -395,9 +399,9 @@ class StoredSamples(Message):
 
 
 class StoreCalls(Message):
-    """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `frame`: of areal.storage.saved_calls.packed. `number`: a frame replaces frames with a lower number. Other
-    fields: as in StoreSamples."""
+    """The calls so far of an unfinished sample, for the spool. The answer says that the calls are on disk. `frame`: see
+    areal.storage.saved_calls.packed. `number`: a frame replaces frames with a lower number. Further fields: see
+    StoreSamples."""
 
     group: Name
     prompt_index: PromptIndex
@@ -407,14 +411,14 @@ class StoreCalls(Message):
 
 
 class AskCalls(Message):
-    """Asks for the calls that are stored of a sample."""
+    """A request for the stored calls of a sample."""
 
     group: Name
     place: SampleIndex
 
 
 class StoredCalls(Message):
-    """As in StoreCalls; empty if there are none any more."""
+    """The frame of StoreCalls; empty if nothing is stored."""
 
     frame: Bytes
 
@@ -423,11 +427,10 @@ class StoredCalls(Message):
 
 
 class GroupReady(Message):
-    """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
-    mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
-    tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
-    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`, `gave`: as in
-    areal.samples.trajectory.Note."""
+    """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: mean and standard deviation of the
+    samples' rewards. `signal`: the rewards of samples or tokens differ. `tokens`: number of sampled tokens in the
+    group. `discarded`: number of tokens sampled for the group but in none of its trajectories. `reward_parts`: the mean
+    of every part of the rewards. `marks`, `gave`: see areal.samples.trajectory.Note."""
 
     group: Name
     start_version: int
@@ -448,27 +451,27 @@ class GroupAccepted(Message):
 
 
 class AskReuse(Message):
-    """Asks which samples of earlier attempts may be in the group. `versions`: the oldest version in each of them."""
+    """A request: which samples of earlier attempts may be in the group? `versions`: the oldest version of each."""
 
     group: Name
     versions: Several[Index]
 
 
 class ReuseAnswer(Message):
-    """The oldest version that may be in the group; None: nothing of an earlier attempt may be."""
+    """The oldest version that a sample of the group may have; None: no earlier attempt counts."""
 
     oldest: int | None
 
 
 class AskBatch(Message):
-    """Asks for the batch of the step from `version` to `version + 1`. Answered once it may start, after the commit."""
+    """A request for the batch of the step from `version` to `version + 1`. Answered once the step may start."""
 
     version: int
 
 
 class BatchAnswer(Message):
-    """`ready`: train `groups`, which have no token of a version before `oldest`, and leave tokens of versions before
-    `mask_older_than` out of the loss. `waiting`: ask again. `ended`: the run has reached its end, no batch comes."""
+    """`ready`: train `groups`. Their tokens are of version `oldest` or newer, and tokens older than `mask_older_than`
+    stay out of the loss. `waiting`: ask again. `ended`: the run has reached its end, no batch comes."""
 
     status: Literal["ready", "waiting", "ended"]
     groups: Several[Name] = ()
@@ -477,8 +480,8 @@ class BatchAnswer(Message):
 
 
 class CommitStep(Message):
-    """The step that leads to `version` is done. The version before it has to be published already. A metric may be
-    infinite or NaN: the trainer decides whether that is a fault."""
+    """The step that leads to `version` is done. The version before has to be published already. A metric may be
+    infinite or NaN: the trainer decides whether such a value is a fault."""
 
     lineage: int
     version: int

@@ -1,16 +1,16 @@
-"""The network below the bus: sockets that carry frames without confirmation. `ZmqNetwork` is the real one.
+"""The network below the bus: sockets that carry frames without confirmation. `ZmqNetwork` is the real network.
 
 Requests are asynchronous REQ/REP: a ROUTER answers any number of DEALERs, each with any number of open requests. Events
-are PUB/SUB: an XPUB sends each one to all SUBs. A SUB has nothing that was published before its subscription arrived,
-and an XPUB drops what finds a full queue. So events have numbers, and who misses one asks for a snapshot.
+are PUB/SUB: an XPUB sends every event to all SUBs. A SUB gets no event from before its subscription arrived, and an
+XPUB drops events for a full queue. So events have numbers, and a subscriber that sees a gap asks for a snapshot.
 
-One task reads each socket (receiving is not cancel-safe) and passes the frames on; tasks that wait for frames can be
-cancelled at any time. The asyncio sockets of pyzmq are not used: libzmq does not announce a message again that arrives
-during another call into libzmq. So each send has to wake the reader, and only `ZmqLink` sends.
+One task reads a socket (receiving is not cancel-safe) and passes the frames on; tasks that wait for frames can be
+cancelled at any time. The asyncio sockets of pyzmq are not used: libzmq never announces a message that arrives during
+another call into libzmq. So every send has to wake the reader, and only `ZmqLink` sends.
 
-Every link is encrypted, and both ends prove that they hold the run's keys. `keep_door` answers libzmq's question
-about each peer; without an answer nobody is admitted. It is not pyzmq's `zmq.auth.asyncio`: that tells a refused peer
-the reason, after which the peer's libzmq never connects again, also once the keys were rotated.
+Every link is encrypted, and both ends prove that they hold the run's keys. `keep_door` answers libzmq's question about
+every peer; without an answer nobody is admitted. pyzmq's `zmq.auth.asyncio` is not used: it tells a refused peer the
+reason, after which the peer's libzmq never connects again, not even after a rotation of the keys.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from zmq.utils.monitor import parse_monitor_message
 from protocols.codec import MAX_FRAME_BYTES, Frame
 from protocols.security import ANSWERS, HANDSHAKE_MS, KeyGeneration, Keys, Refusals, keep_door
 
-# After this many messages the reader lets other tasks run, so that a flood does not block the event loop.
+# After this many messages the reader lets other tasks run, because a flood would block the event loop.
 DRAIN = 256
 HIGH_WATER_MARK = 10_000
-# From this size on, sharing a frame's memory with libzmq costs less than copying it.
+# From this size on, sharing memory with libzmq costs less than copying a frame.
 SHARED_BYTES = 64 << 10
 # Flags as plain numbers: the operators of pyzmq's enums cost more than a send.
 NOW, MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -53,7 +53,7 @@ OnLost = Callable[[], None]
 
 
 class Unreachable(Exception):
-    """No peer is at the other end of that route, or the link is closed."""
+    """No peer is at the other end of the route, or the link is closed."""
 
 
 class Full(Exception):
@@ -65,7 +65,7 @@ class Link(Protocol):
 
     @property
     def closed(self) -> bool:
-        """True once the link is closed; it cannot be opened again."""
+        """True once the link is closed. A closed link cannot be opened again."""
 
     def send(self, frames: list[Frame]) -> None:
         """Send without waiting. `frames` must not change later. Raises Full, Unreachable (also if closed)."""
@@ -78,33 +78,33 @@ class Link(Protocol):
 
 
 class Network(Protocol):
-    """What a bus needs from a network. It belongs to one bus, which closes it.
+    """The network of one bus. The bus closes its network.
 
-    `receive` is called in the owner's event loop with the frames of each message; `on_crash` gets what it raises.
+    `receive` is called in the owner's event loop with the frames of each message; `on_crash` gets exceptions.
     """
 
     def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[Link, str]:
         """The socket of a server: received frames begin with the asker's route, and so must sent frames.
 
-        "tcp://host:*" picks a port, "tcp://host:20000-20100" one of these, and "tcp://*:5555" listens on every
+        "tcp://host:*" picks a port, "tcp://host:20000-20100" a port of the range, and "tcp://*:5555" listens on every
         interface; the real address is returned. Raises OSError (address in use).
         """
 
     def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> Link:
-        """A link to one server; nothing is queued before it is connected. `on_lost` is called when the connection
-        breaks, and when the server refuses one. The link goes on trying."""
+        """A link to one server; nothing is queued before the connection. `on_lost` is called when a connection breaks
+        or the server refuses a connection. The link goes on trying."""
 
     def publish(self, address: str, on_crash: OnCrash) -> tuple[Link, str]:
         """A link to all subscribers of `address`, and its real address. Raises OSError (address in use)."""
 
     def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
-        """A link that receives everything published at `address`."""
+        """A link that receives all messages published at `address`."""
 
     async def refuses(self, address: str) -> bool:
-        """True if the machine at this address says that nobody listens there; False if nothing is heard of it."""
+        """True if the machine at `address` says that nobody listens there; False if the machine does not answer."""
 
     def close(self) -> None:
-        """Close everything that is still open."""
+        """Close all open links."""
 
 
 class ZmqNetwork:
@@ -144,7 +144,7 @@ class ZmqNetwork:
         try:
             async with asyncio.timeout(HANDSHAKE_MS / 1000):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is an OSError
             return isinstance(error, ConnectionRefusedError)
         writer.close()
         return False
@@ -156,7 +156,7 @@ class ZmqNetwork:
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that never delays the exit of the process and that notices a silent peer."""
+        """A socket that never delays the exit of the process and notices a silent peer."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.set_hwm(HIGH_WATER_MARK)
@@ -170,7 +170,7 @@ class ZmqNetwork:
         return socket
 
     def _listen(self, socket: zmq.Socket[bytes], address: str) -> "tuple[str, Watch]":
-        """Bind the socket. Returns the real address and the watch that counts failed handshakes. Raises OSError."""
+        """Bind the socket. Returns the real address and a watch that counts failed handshakes. Raises OSError."""
         self._keep_door()
         self._keys.listen(socket)
         try:
@@ -205,13 +205,13 @@ class Watch:
         self._loop.call_soon(self._read)  # libzmq announces nothing until a read has found the socket empty
 
     def close(self) -> None:
-        """Close the socket; does nothing if it is closed."""
+        """Close the socket; does nothing on a closed socket."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
 
     def _read(self) -> None:
-        # Read until the socket is empty: messages that arrive meanwhile are not announced.
+        # Read until the socket is empty: libzmq does not announce messages that arrive meanwhile.
         while not self._socket.closed:
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -221,7 +221,7 @@ class Watch:
 
 
 class Handshakes(Watch):
-    """Calls `tell` with each handshake event of `socket` that is one of `events`."""
+    """Calls `tell` with the handshake events of `socket` that are in `events`."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], events: Iterable[zmq.Event], tell: Callable[[zmq.Event], None]
@@ -242,10 +242,10 @@ class Handshakes(Watch):
 
 
 class Approach(Handshakes):
-    """Connects a socket with one generation of the keys after another, until the other end knows one."""
+    """Connects a socket with each generation of the keys in turn, until the other end accepts a generation."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys, on_lost: OnLost) -> None:
-        # CLOSED is that of a socket which could not be connected.
+        # CLOSED is the event of a socket that could not be connected.
         events = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED
         super().__init__(socket, [*HANDSHAKES_FAILED, *events], self._ended)
         self._address = address
@@ -261,7 +261,7 @@ class Approach(Handshakes):
 
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.CLOSED:
-            # The first after a disconnect() may be of an attempt that it ended; a refused connection is tried again.
+            # The first CLOSED after a disconnect() may be of the attempt before; a refused connection is tried again.
             if not self._close_expected:
                 self._on_lost()
             self._close_expected = False
@@ -284,7 +284,7 @@ class Approach(Handshakes):
         self._timer = None
         self._watched.disconnect(self._address)
         self._close_expected = True
-        generations = self._keys.generations  # which may have changed; if `_tried` was retired, the newest is next
+        generations = self._keys.generations  # the file may have changed; if `_tried` was retired, the newest is next
         place = generations.index(self._tried) + 1 if self._tried in generations else 0
         self._connect(generations[place % len(generations)])
 
@@ -295,7 +295,7 @@ class Approach(Handshakes):
 
 
 class ZmqLink:
-    """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions."""
+    """A socket, and the task that reads it and passes every message to `receive`. `on_crash` gets exceptions."""
 
     def __init__(self, socket: zmq.Socket[bytes], watch: Watch, receive: Receive, on_crash: OnCrash) -> None:
         self._socket = socket
@@ -364,9 +364,9 @@ class ZmqLink:
             await asyncio.sleep(0)
 
     def _receive_now(self) -> list[Frame]:
-        """The frames of a message, large ones as views. Raises zmq.Again if there is none.
+        """The frames of a message, large frames as views. Raises zmq.Again without a message.
 
-        Asking each frame whether more follow is faster than asking the socket, as `recv_multipart` does.
+        Asking a frame whether more follow is faster than asking the socket, as `recv_multipart` does.
         """
         frames: list[Frame] = []
         while True:

@@ -1,4 +1,4 @@
-"""The messages with which pictures travel to generators and to the trainer.
+"""The messages of pictures on the way to generators and to the trainer.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -15,8 +15,8 @@ from protocols.messages import Bytes, Generate, Message, Name, Several
 
 
 class GeneratePictured(Generate):
-    """Generate with `pictures`: of each prompt the digests of its own, in order. Nothing is begun if the generator
-    lacks one: then the same is sent with the `files` of those that it lacks."""
+    """Generate with pictures. `pictures`: the digests of each prompt's pictures, in order. A generator that lacks a
+    picture answers LackingPictures. The asker then repeats the request with the `files` of the lacking pictures."""
 
     pictures: Several[Several[Name]]
     files: Several[Bytes] = ()
@@ -29,18 +29,18 @@ class GeneratePictured(Generate):
 
 
 class LackingPictures(Message):
-    """Digests of pictures that the one who was asked does not have."""
+    """Digests of the pictures that the asked actor does not have."""
 
     names: Several[Name]
 
 
 class OfferPictures(Message):
-    """Asks which of these pictures, by their digests, the trainer has not stored."""
+    """A request for the digests, among `names`, of pictures that the trainer has not stored."""
 
     names: Several[Name]
 
 
 class StorePictures(Message):
-    """Files of pictures for the run's record; the answer says that all are on disk."""
+    """Files of pictures, for the run's record. The answer says that all files are on disk."""
 
     files: Several[Bytes]

@@ -1,6 +1,6 @@
-"""Events on PUB/SUB: a publisher numbers its events, and a subscriber takes what arrives, with gaps.
+"""Events on PUB/SUB: a publisher numbers its events, and a subscriber may miss some events.
 
-A subscriber that misses an event sees a gap in the numbers and asks the publisher's actor for a snapshot.
+A subscriber that sees a gap in the numbers asks the publisher's actor for a snapshot.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from protocols.network import Link, Network, OnCrash
 
 
 class EventLink:
-    """An end of the events of a publisher."""
+    """A publisher's or a subscriber's end of a link."""
 
     _link: Link
 
@@ -25,7 +25,7 @@ class EventLink:
 
 
 class Publisher(EventLink):
-    """Publishes events with sequence numbers after `first`. Subscribers may miss events and then ask for a snapshot."""
+    """Publishes events with sequence numbers after `first`."""
 
     def __init__(self, network: Network, address: str, sender: str, first: int, on_crash: OnCrash) -> None:
         self.sequence = first
@@ -33,14 +33,14 @@ class Publisher(EventLink):
         self._link, self.address = network.publish(address, on_crash)
 
     def publish(self, event: Message) -> None:
-        """Raises MalformedError if the event cannot be sent; to subscribers it is then like one that was lost."""
+        """Publish an event. Raises MalformedError if sending fails; subscribers then see a gap in the numbers."""
         self.sequence += 1
         header = self._header._replace(kind=event.kind, part=self.sequence)
         self._link.send(encode(header, event))
 
 
 class Subscriber(EventLink):
-    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, with gaps."""
+    """Receives the events of one publisher. `on_event(sequence, event)` is called for each received event, in order."""
 
     def __init__(
         self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash

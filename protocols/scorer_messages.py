@@ -1,4 +1,4 @@
-"""The messages with which scorers, which are frozen models, give the log-probs of tokens.
+"""The messages of scorers. A scorer is a frozen model; it gives the log-probs of tokens.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -14,9 +14,9 @@ from protocols.messages import Float32s, Int32s, Int64s, JobFailed, Message, Nam
 
 
 class ScoreTokens(Message):
-    """Give the log-probs of tokens: of the row `jobs[i]`, `counts[i]` tokens, which follow those of `jobs[i - 1]`.
-    `scorer`: the name of the model. jobs int64 and counts int32, both [rows]; tokens int32 [sum of counts]. They come
-    on the flow, as TokensScored."""
+    """Give the log-probs of the tokens of several rows. `tokens` holds `counts[0]` tokens of row `jobs[0]`, then
+    `counts[1]` tokens of row `jobs[1]`, and so on. `scorer`: the name of the model. jobs int64 and counts int32, both
+    [rows]; tokens int32 [sum of counts]. TokensScored on the flow bring the answers."""
 
     flow: int
     scorer: Name
@@ -31,9 +31,9 @@ class ScoreTokens(Message):
 
 
 class TokensScored(Message):
-    """Log-probs of the tokens of several rows, columns as in ScoreTokens: float32, of all tokens of a row but the
-    first, each after those before it. `top_tokens`, `top_logprobs`: at each of these places the k likeliest tokens and
-    their log-probs; k may be 0."""
+    """Log-probs of the tokens of several rows, columns as in ScoreTokens. `logprobs`: float32, of every token of a row
+    but the first, given the tokens before. `top_tokens`, `top_logprobs`: the k likeliest tokens in place of each token,
+    and their log-probs; k may be 0."""
 
     jobs: Int64s
     counts: Int32s

@@ -1,9 +1,9 @@
 """Access to the bus: keys that every node holds, and the check that admits only peers with these keys (CURVE, ZAP).
 
-A folder of keys holds *generations*, newest first. A generation has one key pair for sockets that listen and one for
-sockets that connect. A listening socket uses the newest pair at the time it is opened. A connecting socket tries one
+A folder of keys holds *generations*, newest first. A generation has one key pair for listening sockets and one for
+connecting sockets. A listening socket uses the newest pair at the time of opening. A connecting socket tries one
 generation after another. The pairs of all generations are admitted. So old and new actors can connect to each other
-until the older generation is retired. The file is read again when it changes.
+until the older generation is retired. The file is read again after a change.
 """
 
 import json
@@ -25,9 +25,9 @@ DOMAIN = b"areal"
 ANSWERS = "inproc://zeromq.zap.01"
 # 300 is ZAP's "temporary failure", the only refusal after which libzmq sends the peer nothing.
 ACCEPTED, REFUSED_SILENTLY = b"200", b"300"
-# A peer that has not finished the handshake by then is disconnected.
+# A peer is disconnected if its handshake takes longer.
 HANDSHAKE_MS = 5000
-# Refusals of the same address are logged at most this often. Only this many addresses are remembered for that.
+# Refusals of an address are logged at most this often, for the newest ADDRESSES_KEPT addresses.
 QUIET_SECONDS = 1.0
 ADDRESSES_KEPT = 1024
 
@@ -35,11 +35,11 @@ log = structlog.get_logger()
 
 
 class KeysError(Exception):
-    """A folder of keys is unusable; the message is one sentence that says why and what to do."""
+    """A folder of keys is unusable. The message is a sentence with the reason and the remedy."""
 
 
 class KeyGeneration(BaseModel):
-    """Secret keys in Z85; the public keys are computed from them."""
+    """Secret keys in Z85. The public keys are computed from the secret keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,7 +63,7 @@ _GENERATIONS = TypeAdapter(list[KeyGeneration])
 
 
 class Keys:
-    """The current keys of a folder. Raises KeysError if there are none, or if other users may read them."""
+    """The current keys of a folder. Raises KeysError if the folder has no keys, or if other users may read the keys."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder.absolute() / FILE_NAME
@@ -72,7 +72,7 @@ class Keys:
 
     @property
     def generations(self) -> Sequence[KeyGeneration]:
-        """Newest first, at least one. If the file can no longer be read, the keys read last stay valid."""
+        """Newest first, at least one generation. If the file can no longer be read, the last keys stay valid."""
         version = _version(self._file)
         if version != self._version:
             self._version = version
@@ -83,25 +83,25 @@ class Keys:
         return self._generations
 
     def lets_in(self, public: bytes) -> bool:
-        """True if a peer may connect that has proved to hold the secret key of `public` (32 bytes)."""
+        """True if a peer with the secret key of `public` (32 bytes) may connect."""
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys, by `keep_door`; all are refused without it."""
+        """Admit only holders of the keys, by `keep_door`, to the next bound address; without it, nobody."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
         socket.curve_secretkey = self.generations[0].server.encode()
 
     def connect(self, socket: zmq.Socket[bytes], generation: KeyGeneration) -> None:
-        """Restrict what `socket` connects next to servers that hold this generation's server key."""
+        """Let `socket` connect, from the next call on, only to servers with the server key of `generation`."""
         client = generation.client.encode()
         socket.curve_serverkey = zmq.curve_public(generation.server.encode())
         socket.curve_secretkey, socket.curve_publickey = client, zmq.curve_public(client)
 
 
 def make_keys(folder: Path) -> Path:
-    """Write the file with a first generation; returns its path. Raises KeysError if there is one already."""
+    """Write the file with a first generation; returns the file's path. Raises KeysError if the file exists."""
     file = folder / FILE_NAME
     if file.exists():
         raise KeysError(f"There are keys in {folder} already: --rotate adds new ones, --retire drops the old ones.")
@@ -110,7 +110,7 @@ def make_keys(folder: Path) -> Path:
 
 
 def rotate_keys(folder: Path) -> Path:
-    """Put a new generation before the others, which stay valid; returns the file's path. Raises KeysError."""
+    """Put a new generation before the old generations, which stay valid; returns the file's path. Raises KeysError."""
     file = folder / FILE_NAME
     return _write(file, [KeyGeneration.make(), *_load(file)])
 
@@ -133,7 +133,7 @@ def _load(file: Path) -> list[KeyGeneration]:
         ) from None
     except OSError as error:
         raise KeysError(f"The keys in {file} cannot be read ({error.strerror}): let this user read it.") from None
-    # A file of another user, such as a secret that Kubernetes mounts, is read by the group that this user gave it to.
+    # A file of another user, such as a secret that Kubernetes mounts, is read through the file's group.
     if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o007):
         raise KeysError(f"Other users of this machine can read the keys in {file}: run `chmod 600 {file}`.")
     generations = []
@@ -155,7 +155,7 @@ def _write(file: Path, generations: list[KeyGeneration]) -> Path:
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """A value that differs after each change of the file."""
+    """A value that differs after every change of the file."""
     try:
         status = file.stat()
     except OSError:
@@ -168,10 +168,10 @@ class Refusals:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._quiet: dict[str, float] = {}  # by address: when it may be logged again
+        self._quiet: dict[str, float] = {}  # by address: the time from which a refusal is logged again
 
     def add(self, address: str, reason: str) -> None:
-        """`address`: that of the peer or, if it is not known, the one that the peer connected to."""
+        """`address`: the address of the peer or, if unknown, the address that the peer connected to."""
         self.counts[reason] += 1
         now = time.monotonic()
         if now < self._quiet.get(address, 0.0):
@@ -183,8 +183,8 @@ class Refusals:
 
 
 def keep_door(frames: list[bytes], keys: Keys, refusals: Refusals) -> list[bytes]:
-    """Tells libzmq whether a peer that has finished a handshake holds the keys: the answer to a request of ZAP (ZeroMQ
-    RFC 27). Both begin with the route of the answer."""
+    """The answer to libzmq's ZAP request (ZeroMQ RFC 27) whether a peer with a finished handshake holds the keys.
+    Request and answer begin with the route of the answer."""
     route, empty, version, number, domain, address, _, mechanism, *credentials = frames
     admitted = domain == DOMAIN and mechanism == b"CURVE" and keys.lets_in(credentials[0])
     if not admitted:

@@ -1,4 +1,4 @@
-"""The messages about sessions of users, of gateways.
+"""The messages about sessions of users, between gateways and the master.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -16,8 +16,8 @@ from protocols.messages import Count, Message, Name, Part, PromptIndex, Several
 
 
 class SessionGroup(Part):
-    """A session of a user, a group of one sample: its name and its group, whose calls need weights of `min_version` or
-    newer. `resumed`: the trainer may have calls of it."""
+    """A session of a user: its name, and its group, which has one sample. Calls of the session need weights of
+    `min_version` or newer. `resumed`: the trainer may have calls of the session."""
 
     session: Name
     group: Name
@@ -27,8 +27,8 @@ class SessionGroup(Part):
 
 
 class AskSession(Message):
-    """Asks for the open session of this name, which the sender holds from then on if nobody else does. `opens`: open
-    one if there is none and a permit is free. `mark`: a client's id for a reward, or empty."""
+    """A request for the open session of the name `session`. The sender then holds the session, unless another
+    gateway does. `opens`: open a session if none is open and a permit is free. `mark`: id of a reward, or empty."""
 
     session: Name
     opens: bool
@@ -36,17 +36,17 @@ class AskSession(Message):
 
 
 class Receipt(Part):
-    """A reward of a user was taken: the group that became ready with it, and what the reward `gave`
-    (areal.samples.trajectory.Note), empty if an earlier version of this program took it."""
+    """A reward of a user was taken. `group`: the group that became ready with the reward. `gave`: see
+    areal.samples.trajectory.Note; empty if an earlier version of this program took the reward."""
 
     group: Name
     gave: Name = ""
 
 
 class SessionAnswer(Message):
-    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
-    which another gateway may hold, the `holder`; "trained" if it was, or empty. `receipt`: of the reward of this mark,
-    with which a session of this name became ready; None if there is none."""
+    """`session`: None if the sender does not hold the session. `state`: the ledger's state of the last session of the
+    name; "trained" if a step has trained that session; else empty. `holder`: the gateway that holds the session.
+    `receipt`: the receipt of the reward with the asked mark; None without such a reward."""
 
     session: SessionGroup | None = None
     state: Name = ""
@@ -55,7 +55,7 @@ class SessionAnswer(Message):
 
 
 class AdoptSessions(Message):
-    """Asks for sessions that their gateway has left; the sender holds them from then on."""
+    """A request for sessions that their gateway has left. The sender holds the sessions from then on."""
 
     count: Annotated[int, Field(ge=1, le=65536)]
 
@@ -65,7 +65,7 @@ class Sessions(Message):
 
 
 class DiscardSession(Message):
-    """A session, or all its alive groups, are not trained, for this reason. Refused once a batch with one is fixed."""
+    """Discard a session, or all alive groups of the name, for a reason. Refused once a fixed batch has such a group."""
 
     session: Name
     group: Name = ""
@@ -73,8 +73,8 @@ class DiscardSession(Message):
 
 
 class SessionDiscarded(Message):
-    """`count`: how many groups were discarded. `trained_in`: the steps that trained earlier groups of this name.
-    `holder`: the other gateway that has the session, which is then not discarded: its calls go on there."""
+    """`count`: number of discarded groups. `trained_in`: the steps that trained earlier groups of the name. `holder`:
+    another gateway that holds the session. The session is then not discarded, and its calls go on there."""
 
     count: Count = 0
     trained_in: Several[Count] = ()
@@ -82,8 +82,8 @@ class SessionDiscarded(Message):
 
 
 class KeyUse(Part):
-    """What a key of users has used: calls and sampled tokens in the last minute, sessions that take calls now, and how
-    many of its requests were refused since the gateway has started."""
+    """The use of a user's key: calls and sampled tokens in the last minute, sessions that take calls now, and the
+    number of refused requests since the start of the gateway."""
 
     calls: Count = 0
     tokens: Count = 0
@@ -95,12 +95,12 @@ KeyUses = Annotated[dict[Name, KeyUse], Field(max_length=4096)]
 
 
 class ReportKeys(Message):
-    """What the keys of users have used at the sender, by name."""
+    """The use of users' keys at the sender, by name."""
 
     keys: KeyUses
 
 
 class KeysElsewhere(Message):
-    """What the keys have used at all other gateways."""
+    """The use of the keys at all other gateways."""
 
     keys: KeyUses

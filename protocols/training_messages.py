@@ -28,8 +28,8 @@ class YieldDevices(Message):
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), and of the `top_k` likeliest ones at each place,
-    once it has this policy or a newer one."""
+    """A request to a generator for the log-probs of tokens (int32 [T]), and of the `top_k` likeliest tokens at every
+    place. Answered once the generator has this policy or a newer policy."""
 
     lineage: int
     version: int
@@ -38,8 +38,8 @@ class AskLogprobs(Message):
 
 
 class Logprobs(Message):
-    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of that lineage. `top_tokens`,
-    `top_logprobs`: [(T - 1) * k], the likeliest tokens at each of these places, one place after the other."""
+    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of the asked lineage.
+    `top_tokens`, `top_logprobs`: [(T - 1) * k], the likeliest tokens at every place, place by place."""
 
     version: int
     logprobs: Float32s
@@ -48,16 +48,16 @@ class Logprobs(Message):
 
 
 class AskRecovery(Message):
-    """Sent by a trainer that starts. `spooled`: the groups that it has on disk, one a line. There may be very many."""
+    """The first request of a trainer. `spooled`: the ids of the groups on the trainer's disk, a line each."""
 
     spooled: str
 
 
 class Recovery(Message):
-    """What a starting trainer has to do: load the checkpoint of `checkpoint_version` (0: the run's model); redo the
-    logged batches up to `version`; publish that version under `lineage`. The payloads of the groups in `drop`, one a
-    line, are no longer needed. `covered`: the steps from this version on can be redone; it is that of the checkpoint
-    before, if there is one. `run`: the identity of the run."""
+    """The tasks of a starting trainer: load the checkpoint of `checkpoint_version` (0: the run's model); redo the
+    logged batches up to `version`; publish `version` under `lineage`. `drop`: ids of groups whose payloads are no
+    longer needed, a line each. `covered`: steps from this version on can be redone; the version of the checkpoint
+    before, if any. `run`: the identity of the run."""
 
     run: str
     lineage: int
@@ -68,15 +68,15 @@ class Recovery(Message):
 
 
 class PublishPolicy(Message):
-    """The weights of the committed version are in `policy.folder`. Sent when they are first written, and again under
-    the lineage of a trainer that took over."""
+    """The weights of the committed version are in `policy.folder`. Sent after the first write, and again under the
+    lineage of a trainer that took over."""
 
     policy: Policy
 
 
 class CheckpointSaved(Message):
-    """`folder` holds everything needed to resume from `version`. `covered`: the steps before this version, which the
-    checkpoint before this one has, are never redone. `spooled`: as in AskRecovery."""
+    """`folder` holds all files to resume from `version`. `covered`: the version of the checkpoint before; earlier steps
+    are never redone. `spooled`: see AskRecovery."""
 
     version: int
     folder: str
@@ -85,7 +85,7 @@ class CheckpointSaved(Message):
 
 
 class CheckpointAnswer(Message):
-    """`drop`: as in Recovery."""
+    """`drop`: see Recovery."""
 
     drop: str
 
@@ -101,7 +101,7 @@ class TrainingFailed(Message):
 
 
 class StepFailed(Message):
-    """A rank of the trainer dies of an error in the step after `version`. Any rank sends it, member or not."""
+    """A rank of the trainer dies of an error in the step after `version`. Any rank sends the message, member or not."""
 
     version: Count
     reason: Annotated[str, Field(max_length=4096)]

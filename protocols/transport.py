@@ -2,12 +2,12 @@
 
 A `RequestServer` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one
 link cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again
-under the same id until it is answered or its deadline passes, and a server answers a repeated request with its first
+under the same id until an answer comes or its deadline passes, and a server answers a repeated request with the first
 answer.
 
-The name of a sender is only what it says. Each bus shares a secret token with each server that it asks, over all
-connections to it. What a server keeps for a request belongs to the token that came with it: the answer, the stream, the
-right to cancel. The master gives each member an identity that has a digest of the token in it, and so recognizes it.
+A sender's name proves nothing. Each bus shares a secret token with every server that it asks, over all connections to
+the server. The answer to a request, its stream and the right to cancel belong to the token of the request. The master
+recognizes a member by a digest of the token in the member's identity.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from protocols.network import Full, Network, OnCrash, Unreachable
 from protocols.pubsub import EventLink, Publisher, Subscriber
 
 RESEND_SECONDS = 3.0
-# Pause before an actor that has failed to answer, or cannot yet, is asked anew.
+# Pause before an actor that failed to answer, or cannot answer yet, is asked anew.
 AGAIN_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 2.0
-# If not even keep-alives arrive for this long, the stream's server is gone or its event loop is stuck.
+# Without even a keep-alive for this long, the stream's server is gone or its event loop is stuck.
 STREAM_SILENCE_SECONDS = 6.5
 STREAM_CREDIT = 64
 MAX_ANSWERS_KEPT = 4096
-# A snapshot of a thousand members is 200 kB, and all of them ask for it.
+# A snapshot of a thousand members is 200 kB, and every member asks for a snapshot.
 MAX_ANSWER_BYTES_KEPT = 64 << 20
 MAX_PENDING_PER_PEER = 4096
 # Limit for all peers together, since a peer can send under any number of names.
@@ -70,13 +70,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Identity:
-    """The identity of this actor, role/index#incarnation; the index is known only once the master has answered."""
+    """The identity of this actor, role/index#incarnation; the index is unknown until the master has answered."""
 
     name: str
 
 
 class Request(NamedTuple, Generic[M]):
-    """A request as a handler sees it. `deadline` is in the loop's time. `sender` is what the asker calls itself."""
+    """A request for a handler. `deadline`: in the loop's time. `sender`: the asker's name, as the asker says."""
 
     message: M
     sender: str
@@ -90,21 +90,21 @@ class Request(NamedTuple, Generic[M]):
 
     @property
     def owner(self) -> str:
-        """The key for what an actor keeps for the asker. Nobody else's requests have it, whatever their senders."""
+        """A key for things that an actor keeps for the asker, different for each asker, whatever the senders."""
         return f"{self.sender} {fingerprint(self.token)}"
 
 
 def token_for(server: str, secret: bytes) -> bytes:
-    """The token that the owner of `secret` shares with the server at an address. No server can tell that of another."""
+    """The token that the owner of `secret` shares with the server at an address. No server knows another's token."""
     return blake2b(server.encode(), key=secret, digest_size=16).digest()
 
 
 def fingerprint(token: bytes) -> str:
-    """The incarnation of a member that shares this token with the master. The token cannot be found from it."""
+    """The incarnation of a member that shares `token` with the master. The token cannot be found from it."""
     return blake2b(token, digest_size=8).hexdigest()
 
 
-_Key = tuple[str, str, bytes]  # of a request: its sender, its id, and the token between its sender and this server
+_Key = tuple[str, str, bytes]  # of a request: the sender, the id, and the token between sender and server
 _Parts = AsyncGeneratorType[Message, None]
 Handler = Callable[[Request[Message]], Awaitable[Message] | _Parts]
 
@@ -112,8 +112,8 @@ Handler = Callable[[Request[Message]], Awaitable[Message] | _Parts]
 class RequestServer:
     """Answers the requests to an actor, each with one message or with a stream.
 
-    `handle` returns an awaitable of the answer, or an async generator of a stream's parts. A `BusError` that it raises
-    is sent back as a typed error. Any other exception is a bug of the actor and also goes to `on_crash`.
+    `handle` returns an awaitable of the answer, or an async generator of a stream's parts. A `BusError` of `handle` is
+    sent back as a typed error. Any other exception is a bug of the actor and also goes to `on_crash`.
     """
 
     def __init__(self, network: Network, address: str, identity: Identity, handle: Handler, on_crash: OnCrash) -> None:
@@ -127,7 +127,7 @@ class RequestServer:
         self._answer_bytes = 0
 
     async def close(self) -> None:
-        """Cancel the requests that are being answered and close the socket."""
+        """Cancel the open requests and close the socket."""
         await self._link.close()
         tasks = [call.task for call in self._calls.values()]
         for task in tasks:
@@ -183,12 +183,12 @@ class RequestServer:
         self._calls[key] = call = _Call(route, header.id)
         self._pending[asker] = open_already + 1
         call.task = loop.create_task(self._answer(key, call, request), name=header.kind)
-        # Not in the task itself: a task that is cancelled before its first step never runs.
+        # Not in the task: a task that is cancelled before its first step never runs.
         call.task.add_done_callback(partial(self._forget, key))
 
     def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
         call = self._calls.pop(key)
-        if task.cancelled():  # a late repeat of the request must not start it again
+        if task.cancelled():  # a late repeat must not start the request again
             self._keep(key, self._encode(_failure(StreamBrokenError("cancelled")), call.id))
         asker = key[0], key[2]
         self._pending[asker] -= 1
@@ -223,7 +223,7 @@ class RequestServer:
             self._answer_bytes -= _size(self._answers.popitem(last=False)[1])
 
     async def _stream(self, call: _Call, parts: _Parts) -> Message:
-        """Send the parts. Returns what ends the stream."""
+        """Send the parts. Returns the message that ends the stream."""
         self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
@@ -246,7 +246,7 @@ class RequestServer:
             call.sent_at_keep_alive = call.sent
             self._keep_alive_later(call)
         elif isinstance(self._send(call.route, KeepAlive(), call.id, call.sent), Unreachable):
-            call.task.cancel()  # the asker is gone: it would never grant credit again
+            call.task.cancel()  # the asker is gone and would never grant credit again
         else:
             self._keep_alive_later(call)
 
@@ -257,7 +257,7 @@ class RequestServer:
         return self._send_frames(route, self._encode(message, reply_to, part))
 
     def _send_frames(self, route: Frame, frames: list[Frame]) -> Full | Unreachable | None:
-        """Send the frames. Returns the error if the asker is gone or its queue is full; it asks again if it must."""
+        """Send the frames. Returns the error if the asker is gone or its queue is full; the asker may ask again."""
         try:
             self._link.send([route, *frames])
         except (Full, Unreachable) as error:
@@ -266,8 +266,8 @@ class RequestServer:
 
 
 class _Call:
-    """One request that is being answered. For a stream: `sent` parts, the value of `sent` when the last keep-alive was
-    due (`sent_at_keep_alive`), and the credit that is left (`room`)."""
+    """An open request. For a stream: the number of parts `sent`, the value of `sent` when the last keep-alive was due
+    (`sent_at_keep_alive`), and the credit left (`room`)."""
 
     __slots__ = ("_granted", "id", "keep_alive", "room", "route", "sent", "sent_at_keep_alive", "task")
 
@@ -281,7 +281,7 @@ class _Call:
         self._granted: asyncio.Event | None = None
 
     def grant(self, parts: int) -> None:
-        # An asker that grants more than it was sent would have everything queued for it here.
+        # An asker could grant more than it was sent, and a long queue for the asker would grow here.
         self.room = min(self.room + parts, STREAM_CREDIT)
         if self._granted:
             self._granted.set()
@@ -292,10 +292,10 @@ class _Call:
 
 
 class Peer:
-    """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: what the
-    server recognizes the asker by.
+    """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: the
+    server recognizes the asker by the token.
 
-    If the link is closed, waiting requests and streams fail at once; streams also if the connection is lost or refused.
+    If the link is closed, waiting requests and streams fail at once. Streams also fail without a connection.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Peer:
         )
 
     async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
-        """Send the frames. False if that took too long. True on a closed link too: the inbox gets the error."""
+        """Send the frames. Returns False at `until`. Returns True on a closed link, too: the inbox gets the error."""
         try:
             self._link.send(frames)
         except Unreachable:
@@ -407,8 +407,8 @@ class Peer:
         return True
 
     def _send_now(self, message: Message, sender: str, reply_to: str) -> None:
-        # Never waits, since it is called while a stream is being closed. The message is lost only if the connection is
-        # lost, and a server drops the streams of an asker that it can no longer reach.
+        # No wait: a stream may be closing. The message is lost only with the connection, and a server drops the streams
+        # of an unreachable asker.
         with contextlib.suppress(Full, Unreachable):
             self._link.send(encode(Header(message.kind, sender, reply_to=reply_to, token=self.token), message))
 
@@ -448,8 +448,8 @@ _Arrived = tuple[Header, Message]
 
 
 class _Inbox:
-    """The messages that have arrived for one request. `closed`: the error that a closed link means for it. `sending`:
-    limits the time in which the request itself waits for a connection."""
+    """The messages that have arrived for one request. `closed`: the error for the request if the link is closed.
+    `sending`: the time limit of a request that waits for a connection."""
 
     __slots__ = ("_arrived", "_woken", "closed", "sending")
 
@@ -470,7 +470,7 @@ class _Inbox:
         """The next message; None if nothing has arrived at `until`, by the loop's time."""
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
-        timer = loop.call_at(until, self._wake)  # half the CPU time of asyncio.timeout_at, for each part of each stream
+        timer = loop.call_at(until, self._wake)  # half the CPU time of asyncio.timeout_at, for each part of a stream
         try:
             await self._woken
         finally:
@@ -484,10 +484,10 @@ class _Inbox:
 
 
 class Bus:
-    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself, at the end
-    of an `async with` too.
+    """The connection of one actor to all other actors: server, links, events. `close`, or the end of an `async with`,
+    closes `network` too.
 
-    secret: what the tokens are made from; by default a random one.
+    secret: the source of the tokens; random by default.
     """
 
     def __init__(self, identity: str, network: Network, secret: bytes = b"") -> None:
@@ -518,14 +518,14 @@ class Bus:
         return self._peers[address]
 
     def forget(self, address: str) -> None:
-        """Close the link to a server that has left; requests that wait on it fail."""
+        """Close the link to a server that has left. Requests waiting on the link fail."""
         if peer := self._peers.pop(address, None):
             closing = asyncio.create_task(peer.close(), name=f"forget {address}")
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
 
     def publisher(self, address: str, first: int = 0) -> Publisher:
-        """A publisher whose first event is number `first + 1`; its `address` is the real one.
+        """A publisher whose first event has the number `first + 1`. `address` of the publisher is the real address.
 
         Raises OSError (address in use).
         """
@@ -534,7 +534,7 @@ class Bus:
         return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
-        """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
+        """Call `on_event(sequence, event)` for every event published at `address`, until the subscriber is closed."""
         self._event_links = [end for end in self._event_links if not end.closed]
         subscriber = Subscriber(self.network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
@@ -547,7 +547,7 @@ class Bus:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what is being answered, fail what waits for answers, and close the network."""
+        """Cancel open requests at the server, fail waiting requests to peers, and close the network."""
         parts: list[EventLink | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
@@ -562,8 +562,8 @@ async def ask_until(
     pause: float | None = None,
     seconds: float = math.inf,
 ) -> T:
-    """What `ask` returns. After each BusError of which `again` is true it is called anew, when `pause` seconds (else
-    AGAIN_SECONDS) have passed. Raises the last error if `again` is false, or no call would begin within `seconds`."""
+    """The result of `ask`. After a BusError with a true `again`, `ask` is called anew in `pause` seconds (default:
+    AGAIN_SECONDS). Raises the last error if `again` is false, or no call would begin within `seconds`."""
     loop, pause = asyncio.get_running_loop(), AGAIN_SECONDS if pause is None else pause
     deadline = loop.time() + seconds
     while True:
@@ -575,7 +575,7 @@ async def ask_until(
         await asyncio.sleep(pause)
 
 
-# The header of a failure that no peer has sent.
+# The header of a failure that did not come from a peer.
 _NOT_SENT = Header(kind=Failure.kind, sender="")
 
 

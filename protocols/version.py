@@ -1,6 +1,6 @@
 """The version of the protocol: a digest of the messages' kinds, fields and types, and of the header's fields.
 
-Actors whose versions are equal understand each other. A changed message has another version by itself.
+Actors with equal versions understand each other. A changed message changes the version without further work.
 """
 
 import re
@@ -16,21 +16,21 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 VERSION_BYTES = 4
-# How values become frames (protocols.codec) is not in any field: raise this number when that changes.
+# No field says how values become frames (protocols.codec): raise this number with a change there.
 ENCODING = 1
 PROGRAM = "areal-as-actors"
 VERSION = r"\d[\w.+-]{0,63}"
 
 
 def version_of(models: Iterable[type[BaseModel]], header: Sequence[str]) -> int:
-    """The version of a protocol with these models and fields of the header: the digest of `description_of` each."""
+    """The version of a protocol with these models and fields of the header: the digest of all `description_of`."""
     lines = sorted(description_of(model) for model in models)
     text = "\n".join([f"encoding {ENCODING}", *header, *lines])
     return int.from_bytes(blake2b(text.encode(), digest_size=VERSION_BYTES).digest())
 
 
 def description_of(model: type[BaseModel]) -> str:
-    """The name, the fields and the types of a model in one line, the same in every process:
+    """The name, the fields and the types of a model in one line, equal in all processes:
 
     `Credit parts: int (Ge(ge=1), Le(le=1000000))`
     """
@@ -51,7 +51,7 @@ def _type(kind: Any) -> str:
 
 
 def _limits(marks: Iterable[Any]) -> str:
-    """What a value has to satisfy beside its type."""
+    """The limits of a value beside its type."""
     limits = chain.from_iterable(mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in marks)
     text = ", ".join(map(repr, limits))
     return f" ({text})" if text else ""
@@ -59,7 +59,7 @@ def _limits(marks: Iterable[Any]) -> str:
 
 @cache
 def program() -> str:
-    """The version of the installed package; empty if it is not installed."""
+    """The version of the installed package; empty if the package is not installed."""
     try:
         return version(PROGRAM)
     except PackageNotFoundError:
@@ -67,8 +67,12 @@ def program() -> str:
 
 
 def difference(peer: object, installed: str) -> str:
-    """What to do about a peer of another protocol, in one sentence. peer: what the peer says of the version of its
-    package, which may be anything. installed: the version of this process's package; empty: not known."""
+    """The remedy for a peer of another protocol, in one sentence. peer: the version of the peer's package in the peer's
+    words, perhaps nonsense. installed: the version of this process's package, or empty if unknown.
+
+    >>> difference("0.9.1", "0.10.0").partition(":")[0]
+    "the peer has version 0.9.1 of the project, older than this actor's 0.10.0"
+    """
     where = "install the same version of the project on every node"
     if not (isinstance(peer, str) and re.fullmatch(VERSION, peer) and installed):
         return f"the peer speaks another version of the protocol than this actor: {where}"

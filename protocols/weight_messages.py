@@ -1,4 +1,4 @@
-"""The messages with which weights travel: as files, or straight into engines.
+"""The messages of weights on their way: as files, or straight into engines.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -15,8 +15,8 @@ from protocols.messages import Bytes, Int64s, Message, Name, Part, Several
 
 
 class FetchWeights(Message):
-    """Asks for the files of a policy, from the chunk `first` on. `base`: the (lineage, version) that the asker has
-    completely, so that differences from it are enough; None: send no differences."""
+    """A request for the files of a policy, from the chunk `first` on. `base`: the (lineage, version) that the asker has
+    completely, and from which differences suffice; None: send no differences."""
 
     lineage: int
     version: int
@@ -39,7 +39,7 @@ class WeightFiles(Message):
 
 
 class WeightChunk(Message):
-    """`data`, uint8 [n], is the chunk itself or, with `difference`, its difference from the base's chunk."""
+    """`data`, uint8 [n]: the chunk or, with `difference`, the difference from the base's chunk."""
 
     number: int
     data: Bytes
@@ -47,8 +47,8 @@ class WeightChunk(Message):
 
 
 class SendWeights(Message):
-    """Asks the trainer to send a policy's weights straight into the asker's engine, which has `workers` processes. The
-    asker does each call, says so with TransferDone, and reads on. If it ends the stream early, the transfer is over."""
+    """A request for a policy's weights straight into the asker's engine, which has `workers` processes. The asker
+    makes each call, answers with TransferDone, and reads on. An early end of the stream ends the transfer."""
 
     lineage: int
     version: int
@@ -56,7 +56,7 @@ class SendWeights(Message):
 
 
 class TransferCall(Message):
-    """A call that the trainer's end of vLLM's weight transfer makes to the engine. `info`: its argument, as JSON."""
+    """A call from the trainer's end of vLLM's weight transfer to the engine. `info`: the argument, as JSON."""
 
     number: int
     call: Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
@@ -64,6 +64,6 @@ class TransferCall(Message):
 
 
 class TransferDone(Message):
-    """The engine has done the call `number` of the transfer that the asker has open."""
+    """The engine has made the call `number` of the asker's open transfer."""
 
     number: int

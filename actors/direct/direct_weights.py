@@ -5,10 +5,10 @@
               ── TransferDone ──▶         after each call
               ◀═══ tensors ═════          during the update, over the group of this generator and the trainer
 
-Each generator asks when it is ready, and has a group, a thread and a stream of the GPU in the trainer of its own. Two
-are sent to at once; the others sample on until it is their turn. One that comes, goes or dies changes nothing for the
-others, but one that does not answer keeps its turn until it has given the transfer up. What is sent is what the trainer
-has written: the files stay the truth, and a generator whose transfer fails loads them in place of it.
+A generator asks when ready. In the trainer every generator has a group, a thread and a stream of the GPU. Two transfers
+run at once; further generators sample on until their turn comes. A generator that comes, goes or dies does not affect
+other generators, but a generator that does not answer keeps its turn until it gives the transfer up. The trainer sends
+the tensors that it has written: the files stay the truth, and after a failed transfer a generator loads the files.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from protocols.weight_messages import SendWeights, TransferCall, TransferDone
 if TYPE_CHECKING:
     from actors.direct.transfer import Sender
 
-# Timeout of a whole transfer. One that is stuck ends much earlier.
+# Timeout of a whole transfer. A stuck transfer ends much earlier.
 TRANSFER_SECONDS = 3600.0
 
 log = structlog.get_logger()
@@ -53,9 +53,9 @@ async def load_transport() -> None:
 
 
 class DirectSender(HandlesRequests):
-    """The trainer's end. It offers the last `limit` versions.
+    """The trainer's end. Offers the last `limit` versions.
 
-    backend: of vLLM's weight transfer. host: where the engines reach this process."""
+    backend: of vLLM's weight transfer. host: the address of this process for the engines."""
 
     @classmethod
     async def start(cls, member: Membership, limit: int) -> Self:
@@ -78,15 +78,15 @@ class DirectSender(HandlesRequests):
         self._turns = asyncio.Semaphore(SENDS_AT_ONCE)
 
     def offer(self, policy: Policy) -> None:
-        """Send this version to generators that ask for it."""
+        """Send this version to generators that ask for the version."""
         self._folders[policy.identity] = Path(policy.folder)
         for old in sorted(self._folders)[: -self._limit]:
             del self._folders[old]
 
     @handles(SendWeights)
     async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
-        """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
-        that is not offered, StreamBrokenError if it cannot be sent."""
+        """The answer to SendWeights: the calls, each after the answer to the call before. Raises RefusedError for a
+        version that is not offered, StreamBrokenError if sending fails."""
         self._link(request)  # refuses, or ends the transfer that the asker has given up
         with explain(TimeoutError, "other generators took the time of this transfer", StreamBrokenError):
             await asyncio.wait_for(self._turns.acquire(), request.remaining)
@@ -107,7 +107,7 @@ class DirectSender(HandlesRequests):
             while (call := await asyncio.wait_for(link.calls.get(), request.remaining)) is not None:
                 yield call
             self.bytes_sent += sending.result()
-        except Exception as error:  # whatever vLLM or torch raises, it is this transfer that fails
+        except Exception as error:  # whatever vLLM or torch raises, only this transfer fails
             log.warning(
                 "weights were not sent", version=message.version, to=request.sender, error=str(error) or "timeout"
             )
@@ -117,11 +117,11 @@ class DirectSender(HandlesRequests):
                 self._drop(request.owner, link)
 
     def _link(self, request: Request[SendWeights]) -> "_Link":
-        """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
+        """The link to this generator: the link of the last transfer, or a new link. Raises RefusedError."""
         if request.sender not in self._directory.members:
             raise RefusedError(f"{request.sender} is no member of this run")
         for owner, link in [*self._links.items()]:
-            # If a generator asks while its last transfer is open, it has given that one up.
+            # A generator that asks while its last transfer is open has given that transfer up.
             gone = owner.rpartition(" ")[0] not in self._directory.members
             if gone or (owner == request.owner and link.busy):
                 self._drop(owner, link)
@@ -148,7 +148,7 @@ class DirectSender(HandlesRequests):
 
 
 class _Link:
-    """The trainer's end of one generator's group, used by one thread."""
+    """The trainer's end of a generator's group, for a single thread."""
 
     def __init__(self, backend: str, host: str, workers: int) -> None:
         self.calls: asyncio.Queue[TransferCall | None] = asyncio.Queue()
@@ -176,14 +176,14 @@ class _Link:
             future.set_result(None)
 
     def close(self) -> None:
-        """End the group. A thread that is in a collective is left behind if that does not end."""
+        """End the group. A thread in a collective is left behind if the collective does not end."""
         self._closed = True
         for future in self._pending.values():
             future.set_exception(StreamBrokenError("the generator ended the transfer"))
         self._pending.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._sender is not None:
-            # In a thread of its own: leaving a group may take as long as its collective.
+            # In a thread: leaving a group may take as long as the group's collective.
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights").submit(self._sender.close)
 
     def _send(self, folder: Path) -> int:
@@ -209,7 +209,7 @@ class _Link:
 
 
 class DirectReceiver:
-    """The generator's end. `lost` is set if the trainer goes, or gives up, while the engine does a call."""
+    """The generator's end. `lost` is set if the trainer goes, or gives up, while the engine makes a call."""
 
     def __init__(self, bus: Bus, directory: Directory, workers: int) -> None:
         """workers: number of the engine's devices."""
@@ -219,8 +219,8 @@ class DirectReceiver:
         self._workers = workers
 
     async def calls(self, policy: Policy) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """Ask the trainer for the weights of `policy`. Yields the calls that its end makes, each with its argument,
-        once the one before is done. Raises WeightLoadError if the transfer fails before the last one is."""
+        """Ask the trainer for the weights of `policy`. Yields the calls of the trainer's end with their arguments, one
+        after another. Raises WeightLoadError if the transfer fails before the last call has ended."""
         trainers = [m for m in self._directory.with_role("trainer", healthy=False) if m.state != "draining"]
         if not trainers:
             raise WeightLoadError("the run has no trainer now")
@@ -242,8 +242,8 @@ class DirectReceiver:
                 raise WeightLoadError(f"the trainer did not send version {policy.version}: {error}") from None
 
     async def _watched(self, stream: AsyncGenerator[Message, None]) -> AsyncGenerator[Message, None]:
-        """The parts of the stream, which is also read while a part is in use: the trainer sends the next one only after
-        the answer to it, so that an end of the stream meanwhile is the end of the transfer."""
+        """The parts of the stream. The stream is also read while a part is in use: the trainer sends the next part only
+        after the answer to a part, so an end of the stream meanwhile is the end of the transfer."""
 
         def note(read: asyncio.Future[Message | None]) -> None:
             if not read.cancelled() and read.exception():
@@ -265,7 +265,7 @@ class DirectReceiver:
 
 
 def _info(part: TransferCall) -> dict[str, Any]:
-    """Raises StreamBrokenError if the argument is not one."""
+    """Raises StreamBrokenError if the argument is not valid."""
     with explain(ValueError, "a call whose argument cannot be read: {why}", StreamBrokenError):
         info = json.loads(part.info)
     if not isinstance(info, dict):

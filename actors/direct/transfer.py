@@ -1,11 +1,11 @@
 """Sends weights straight into the engines of generators, by vLLM's weight transfer.
 
-vLLM has the two ends of `nccl`. `gloo`, for machines without a GPU, is defined here: it is `nccl` with another process
-group and without streams of a GPU. Each generator has a group of its own, with the trainer as rank 0 and one
-rank for each process of the engine.
+vLLM has the two ends of `nccl`. `gloo`, for machines without a GPU, is defined here: `nccl` with another process group
+and without streams of a GPU. Every generator has its own group, with the trainer as rank 0 and a rank for each process
+of the engine.
 
-The trainer's end packs tensors by itself, too. vLLM's own has each one twice in the GPU's memory, and all groups of a
-process share its two streams: a generator that does not answer would hold the transfers to all others.
+The trainer's end packs tensors without vLLM. vLLM's packing has every tensor twice in the GPU's memory, and all groups
+of a process share two streams: a generator that does not answer would hold the transfers to all other generators.
 
 The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
 """
@@ -39,17 +39,17 @@ from areal.base.network_interfaces import own_address
 from areal.weights.folders import stored_tensors
 from areal.weights.packs import PACKED_BYTES, packs
 
-# Timeout of one broadcast, and of joining a group. A peer that dies is noticed at once.
+# Timeout of a broadcast, and of joining a group. The death of a peer is noticed at once.
 COLLECTIVE_SECONDS = 30.0
 
 Call = Callable[[str, dict[str, Any]], None]
-"""Has the engine do a call of vLLM's weight transfer, and waits for it. Raises if it is not done."""
+"""Has the engine make a call of vLLM's weight transfer, and waits for the end. Raises if the call fails."""
 
 
 class Sender:
-    """Sends versions into the engine of one generator. If it has failed once, a new one is needed.
+    """Sends versions into the engine of a generator. After a failure a new sender is needed.
 
-    host: the address of this machine at which the generator reaches it. workers: processes of the generator's engine.
+    host: the address of this machine for the generator. workers: processes of the generator's engine.
     """
 
     def __init__(self, backend: str, host: str, workers: int, call: Call) -> None:
@@ -88,13 +88,13 @@ class Sender:
         )
 
 
-_streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()  # those that no transfer uses
+_streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()  # streams that no transfer uses
 
 
 @contextlib.contextmanager
 def _stream() -> Iterator[None]:
-    """A stream of this transfer's own: it waits neither for training nor for other transfers. Later ones use it again,
-    since torch keeps freed memory for the stream that had it. That of a transfer which fails may never come to an end.
+    """A stream for this transfer: the stream waits neither for training nor for other transfers. Later transfers use
+    the stream again, since torch keeps freed memory for a stream. The stream of a failed transfer may never end.
     """
     try:
         stream = _streams.get_nowait()
@@ -107,7 +107,7 @@ def _stream() -> Iterator[None]:
 
 
 class _Stored(WeightSource):
-    """The tensors of a folder, in host memory. They are read from the page cache when they are sent."""
+    """The tensors of a folder, in host memory. Sending reads the tensors from the page cache."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors = list(stored_tensors(folder))  # views of the files' memory: nothing is read yet
@@ -134,7 +134,7 @@ class _Client:
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """The engine compares the shapes with its model's before it stops for them."""
+        """The engine compares the shapes with its model's shapes before the engine stops."""
         self._call("start_weight_update", {meta.name: meta.shape for meta in self.source.metadata()})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -145,10 +145,10 @@ class _Client:
 
 
 class GlooGroup:
-    """A process group of gloo, with the interface of vLLM's PyNcclCommunicator as far as it is used here."""
+    """A process group of gloo, with the used part of the interface of vLLM's PyNcclCommunicator."""
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
-        """Rank 0 listens at the address. Returns once all ranks have joined; raises RuntimeError if they do not."""
+        """Rank 0 listens at the address. Returns once all ranks have joined; RuntimeError if a rank is missing."""
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         listening = socket.create_server((host, port), family=_family(host)) if rank == 0 else None
         store = create_tcp_store(
@@ -190,7 +190,7 @@ class NcclTrainerEngine(NCCLTrainerWeightTransferEngine):
             if sending:
                 sending.wait()
             sending = self.model_update_group.broadcast(packed, src=0)
-            del packed  # the next one takes its place
+            del packed  # the next pack takes the place
         if sending:
             sending.wait()
 
@@ -249,7 +249,7 @@ class GlooEngine(NCCLWeightTransferEngine):
                 self.model.load_weights(unpack_tensor(packed, names, shapes, dtypes, sizes))
 
     def _received(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[Any, ...]]:
-        """The packs, with their bytes. The next one arrives while one is loaded."""
+        """The packs, with their bytes. The next pack arrives while a pack is loaded."""
         coming: tuple[Work, tuple[Any, ...]] | None = None
         tensors = zip(info.names, info.shapes, (getattr(torch, name) for name in info.dtype_names), strict=True)
         sized = ((*tensor, prod(tensor[1]) * tensor[2].itemsize) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The master's records of a run: the metrics of each step, and the summary at the end."""
+"""The master's records of a run: the metrics of every step, and the summary at the end."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ from protocols.evaluation_messages import EvaluationDone
 from protocols.messages import CommitStep
 from protocols.session_messages import KeyUse
 
-# How long a gateway's report of what keys use counts, and how long what is open there: its sessions go on elsewhere.
+# Validity of a gateway's report of the use of keys, and of its open sessions, which a lost gateway leaves to others.
 REPORT_SECONDS, PRESENT_SECONDS = 60.0, 5.0
-# Number of recent steps kept for monitors that connect late, and the metrics kept of each step.
+# Number of recent steps kept for monitors that connect late, and the names of the kept metrics.
 RECENT_STEPS = 512
 RECENT = (
     "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
@@ -27,18 +27,18 @@ RECENT = (
 
 
 class KeyRecords:
-    """What the keys of users use at all gateways, as each gateway has last reported it. A report counts for a minute,
-    as its numbers do, also if its gateway is lost: a key gains nothing by that."""
+    """The use of users' keys, by the last report of every gateway. A report counts for a minute, the period of its
+    numbers, even if the gateway is lost: a lost gateway gives no key more room."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, tuple[float, Mapping[str, KeyUse]]] = {}  # when, and what, by gateway
+        self._reports: dict[str, tuple[float, Mapping[str, KeyUse]]] = {}  # by gateway: the time, and the use by key
 
     def note(self, gateway: str, uses: Mapping[str, KeyUse], now: float) -> None:
         self._reports[gateway] = now, uses
         self._reports = {name: report for name, report in self._reports.items() if now - report[0] < REPORT_SECONDS}
 
     def total(self, now: float, apart: str = "") -> dict[str, KeyUse]:
-        """By key, without what the gateway `apart` has reported."""
+        """The use by key, without the report of the gateway `apart`."""
         sums: dict[str, Counter[str]] = {}
         for gateway, (when, uses) in self._reports.items():
             for key, use in uses.items() if gateway != apart else ():
@@ -48,7 +48,7 @@ class KeyRecords:
 
 
 class StepMeter:
-    """Measures the current step, from the last commit to the next one, by `clock`, in seconds. `keys`: of users."""
+    """Measures the current step, from the last commit to the next, with `clock`, in seconds. `keys`: of users."""
 
     def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
         self._state = state
@@ -62,14 +62,14 @@ class StepMeter:
         self._recent = deque([_main_metrics(state.last_step)] if state.last_step else [], RECENT_STEPS)
 
     def begin(self) -> None:
-        """Start the clock of this master's first step. Further calls change nothing."""
+        """Start the clock of this master's first step. Further calls have no effect."""
         self._begun = self._clock() if self._begun is None else self._begun
 
     def count(self, stats: Mapping[str, float], previous: Mapping[str, float] | None) -> Counter[str]:
-        """Add what a member has counted since its last heartbeat to the step, and return that.
+        """Add to the step, and return, the growth of a member's counters since the last heartbeat.
 
-        stats: of the new heartbeat. previous: of the last one; None for the first heartbeat that this master hears from
-        a member of an earlier master, which adds nothing.
+        stats: of the new heartbeat. previous: of the last heartbeat; None for the first heartbeat of a member that
+        joined an earlier master, which adds nothing.
         """
         fresh: Counter[str] = Counter()
         if previous is not None:
@@ -80,8 +80,8 @@ class StepMeter:
         return fresh
 
     def record_wait(self, answer: Batch | Waiting | RunEnded) -> None:
-        """Count the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch were
-        ready, and how many ready groups were left over when the batch was formed."""
+        """Count the ledger's answer to a trainer that asks for a batch: the time with fewer ready groups than a batch,
+        and the number of ready groups left over when the batch is formed."""
         now = self._clock()
         if isinstance(answer, Waiting) and answer.ready < answer.needed:
             self._starving_since = now if self._starving_since is None else self._starving_since
@@ -92,7 +92,7 @@ class StepMeter:
             self._left_over = self._state.ledger.state.groups.count(GroupState.READY)
 
     def metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
-        """The metrics of the step that `commit` ends. The next step begins with this call."""
+        """The metrics of the step that `commit` ends. The call begins the next step."""
         state, alive, now = self._state, self._state.ledger.state.groups, self._clock()
         groups = record.batch.group_ids
         rewards = [state.tally.rewards[group] for group in groups]
@@ -129,7 +129,7 @@ class StepMeter:
             metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.tally.discarded)
         if keys := self.keys.total(now):
             metrics["keys"] = {name: use.model_dump() for name, use in keys.items()}
-        # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
+        # Before the first step the trainer also waits for other actors to start. The step does not count this wait.
         waited = commit.metrics.get("trainer_wait_seconds") or 0.0
         metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])
         self._counted, self._begun = Counter(), now
@@ -139,8 +139,8 @@ class StepMeter:
 
     @property
     def tokens_sampled(self) -> int:
-        """By the counts of all generators, without those of evaluations. What a generator has not reported when it dies
-        is missing."""
+        """The number of sampled tokens by the counts of all generators, without tokens of evaluations. Tokens that a
+        generator samples after its last heartbeat are missing."""
         return self._state.tally.tokens_sampled + int(
             self._counted["tokens_generated"] - self._counted["tokens_evaluated"]
         )
@@ -151,8 +151,8 @@ class StepMeter:
 
 
 def coverage(state: RunState) -> float | None:
-    """The share of the rows of which a prompt was admitted; None if the data has no end."""
-    if state.history.source is None and state.rows is not None:  # in an epoch each row comes once
+    """The share of rows with an admitted prompt; None if the data has no end."""
+    if state.history.source is None and state.rows is not None:  # in an epoch every row comes once
         return min(1.0, state.ledger.state.prompts.next_prompt / state.rows)
     return state.history.coverage()
 
@@ -204,7 +204,7 @@ def summary(config: Config, state: RunState, ending: Ending, tokens_sampled: int
 
 
 def _restarts(state: RunState) -> dict[str, int]:
-    """How often processes of each role were started in the place of earlier ones."""
+    """The number of restarted processes by role."""
     restarts = Counter({"master": state.masters - 1})
     for name, starts in state.starts.items():
         restarts[name.partition("/")[0]] += starts - 1
@@ -212,5 +212,5 @@ def _restarts(state: RunState) -> dict[str, int]:
 
 
 def evaluation_record(evaluation: EvaluationDone) -> dict[str, Any]:
-    """The numbers of an evaluation, without its samples."""
+    """The numbers of an evaluation, without the samples."""
     return evaluation.model_dump(exclude={"samples"})

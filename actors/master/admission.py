@@ -1,4 +1,4 @@
-"""How many groups and sessions may start now."""
+"""Admission: the number of groups and sessions that may start now."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from areal.staleness.ledger_state import GroupState
 
 
 class Admission:
-    """is_closed: whether nothing may start: after the end of the run, while the disk is full, and while a reward is
+    """is_closed: True while nothing may start: after the end of the run, while the disk is full, and while a reward is
     absent. now: the master's clock."""
 
     def __init__(
@@ -20,8 +20,8 @@ class Admission:
         self._now = now
 
     def free_groups(self) -> int:
-        """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and
-        while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
+        """Number of groups of rows that may start now, 0 if admission is closed. The run-ahead limit does not count
+        open sessions, which may never become ready."""
         if self._is_closed():
             return 0
         capacity, groups = self._state.ledger.state.room.for_rows, self._state.ledger.state.groups
@@ -39,5 +39,5 @@ class Admission:
         return {"alive": len(groups), "ready": groups.count(GroupState.READY), "capacity": self.free_groups()}
 
     def free_sessions(self) -> int:
-        """Number of sessions that may be opened now."""
+        """Number of sessions that may open now."""
         return 0 if self._is_closed() or self._failures.outage else self._state.ledger.state.room.for_sessions

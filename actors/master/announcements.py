@@ -1,4 +1,4 @@
-"""The master's events, in order. Each event is published after the changes that it reports are on disk."""
+"""The master's events, in order. An event is published after the changes in the event are on disk."""
 
 import asyncio
 from collections import deque
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class Announcements:
-    """Events to publish. `open` has to be called before any other method but `send`."""
+    """Events to publish. Call `open` before all other methods except `send`."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -43,7 +43,7 @@ class Announcements:
         return self._publisher.address
 
     def send(self, event: Message) -> None:
-        """Publish `event` after the events before it, once the journal is on disk."""
+        """Publish `event` after all earlier events, once the journal is on disk."""
         self._outbox.append(event)
         self._mail.notify()
 
@@ -52,7 +52,7 @@ class Announcements:
         self._publisher.publish(event)
 
     async def repeat(self) -> None:
-        """Publish the events that are sent, until cancelled."""
+        """Publish sent events, until cancelled."""
         while True:
             await self._mail.until(lambda: self._outbox)
             if isinstance(self._outbox[0], MembersChanged):

@@ -1,4 +1,4 @@
-"""The changes of the master's state outside the ledger, as the journal has them."""
+"""The changes of the master's state outside the ledger, in the form of the journal."""
 
 import re
 from typing import Any
@@ -10,8 +10,8 @@ from protocols.membership_messages import Member, Policy
 
 
 class Change(BaseModel):
-    """A change. Its record is its kind, the name of the class in snake case (without
-    "Change", which is there if something else has the name), and a body fit for JSON."""
+    """A change. `record` returns the kind and a body fit for JSON. The kind is the class name in snake case, without a
+    final "Change", which some class names need to differ from a message's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,8 +45,8 @@ class PublishedChange(Change):
 
 
 class Rewarded(Change):
-    """A group became ready at `version`. mean, spread: of the rewards of its samples. tokens, discarded: how many were
-    sampled for these, and for others. marks, gave: as in areal.samples.trajectory.Note."""
+    """A group became ready at `version`. mean, spread: of the samples' rewards. tokens: number of sampled tokens in
+    the samples. discarded: number of other sampled tokens. marks, gave: see areal.samples.trajectory.Note."""
 
     group: str
     row: int
@@ -62,7 +62,7 @@ class Rewarded(Change):
 
 
 class SessionsDeleted(Change):
-    """Users had sessions deleted that were trained: if the run goes back, they are not trained again."""
+    """Users deleted sessions that a step had trained. If the run goes back, no step trains these sessions again."""
 
     groups: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class TokensDiscarded(Change):
 
 
 class Stepped(Change):
-    """These groups were trained."""
+    """A step has trained `groups`."""
 
     metrics: dict[str, Any]
     groups: tuple[str, ...]
@@ -93,7 +93,7 @@ class EvaluationDropped(Change):
 
 
 class RowsScoredChange(Change):
-    """rows: the row, the number of its tokens, and its scores."""
+    """rows: for every row the index, the number of tokens, and the scores."""
 
     version: int
     conditions: str
@@ -101,7 +101,7 @@ class RowsScoredChange(Change):
 
 
 class RewardAdded(Change):
-    """From this prompt on the reward has this weight."""
+    """From the prompt `prompt` on, the reward has the weight `weight`."""
 
     prompt: int
     name: str
@@ -113,13 +113,13 @@ class Finished(Change):
 
 
 class Abandoned(Change):
-    """The files of the steps after this version have been moved away, to which the run went back."""
+    """The run went back to `version`, and the files of later steps have been moved away."""
 
     version: int
 
 
 def change_of(kind: str, body: dict[str, Any]) -> Change:
-    """The change of a record that has been through JSON. Raises KeyError for an unknown kind."""
+    """The change of a record that JSON has encoded and decoded. Raises KeyError for an unknown kind."""
     return _KINDS[kind].model_validate(body, strict=False)
 
 

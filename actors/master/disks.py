@@ -1,4 +1,4 @@
-"""Disks of a run that take no writes: what its user is told, whoever waits for them."""
+"""Shortages of disks in a run, and the sentences about them for the user of the run."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ import structlog
 
 from areal.storage.disk import Shortage
 
-# Writers wait at the same time only in part, so that much time without any that waits ends a shortage.
+# Not all writers wait at every moment, so a shortage ends only after this time without a waiting writer.
 LULL_SECONDS = 3.0
-# For so long the end of a shortage is shown.
+# The end of a shortage is shown for this time.
 SHOWN_SECONDS = 60.0
 
 log = structlog.get_logger()
 
 
 class Disks:
-    """`alert`: that the run waits for a disk, in one sentence, and then that it goes on; otherwise empty."""
+    """`alert`: a sentence while the run waits for a disk, then a sentence that the run goes on, else empty."""
 
     def __init__(self) -> None:
         self.alert = ""
@@ -24,12 +24,12 @@ class Disks:
         self._folders: list[str] = []
 
     def look(self, shortages: Sequence[Shortage], now: float) -> None:
-        """To be called once a second. shortages: of all actors. now: in seconds."""
+        """Call once a second. shortages: of all actors. now: in seconds."""
         if shortages:
             self._last = now
         if self._began is None:
             if shortages:
-                self._began = now  # by the next look, the others that write have met it too
+                self._began = now  # by the next look, other writers have met the shortage too
             elif now - self._last > SHOWN_SECONDS:
                 self.alert = ""
         elif shortages and not self._folders:

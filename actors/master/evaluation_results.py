@@ -1,4 +1,4 @@
-"""Results of evaluations, and the scores of rows of an evaluation that has no result yet."""
+"""Results of evaluations, and the scores of rows of an evaluation without a result yet."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from protocols.membership_messages import Member, Policy
 
 @dataclass(slots=True)
 class EvaluationResults:
-    """The result of each evaluated version, and the reason of each version that was not evaluated.
+    """The result of every evaluated version, and the reason of every version without a result.
 
     steps: the last version. conditions: a digest of the settings of evaluations. partial: the version and the
-    conditions of an evaluation without a result yet. scores: the scores and the number of tokens of each row that the
+    conditions of an evaluation without a result yet. scores: the scores and the number of tokens of every row that the
     evaluation `partial` has scored.
     """
 
@@ -38,23 +38,23 @@ class EvaluationResults:
         return version in self.evaluations or version in self.not_evaluated
 
     def holder(self, members: Iterable[Member]) -> tuple[Member, Policy] | None:
-        """The member that holds a policy until it is evaluated, and that policy; None if no member does."""
+        """The member that holds a policy for an evaluation, and the policy; None if no member does."""
         holders = ((member, held) for member in members if (held := member.held) is not None)
         return next(((member, held) for member, held in holders if not self.is_over(held.version)), None)
 
     def row_scores(self, version: int) -> Mapping[int, tuple[Sequence[float], int]]:
-        """The scores and the number of tokens of each row that is scored at this version, before there is a result."""
+        """Scores and number of tokens of the scored rows of an evaluation of `version` without a result yet."""
         return self.scores if self.partial == (version, self.conditions) else {}
 
     def rows_scored(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> RowsScoredChange:
-        """The change that adds the scores of rows. It replaces scores of another version or under other settings."""
+        """The change that adds the scores of rows, and drops scores of another version or under other settings."""
         records = tuple((row, tokens, *scores) for row, (scores, tokens) in rows.items())
         return RowsScoredChange(version=version, conditions=self.conditions, rows=records)
 
     def apply(self, change: Evaluated | EvaluationDropped | RowsScoredChange) -> None:
         match change:
             case Evaluated(evaluation=evaluation):
-                if evaluation.version not in (0, self.steps):  # the summary shows samples of these two only
+                if evaluation.version not in (0, self.steps):  # the summary shows samples of these versions
                     evaluation = evaluation.model_copy(update={"samples": ()})
                 self.evaluations[evaluation.version] = evaluation
                 self._forget_scores(evaluation.version)
@@ -92,8 +92,8 @@ class EvaluationResults:
 
 
 def _conditions_of(config: Config) -> str:
-    """A digest of the settings under which rows are evaluated, as far as they may change when a run is resumed. Scores
-    under different conditions do not make up one result."""
+    """A digest of the settings that may change when a run is resumed and that change scores. Scores under different
+    conditions do not make up a result."""
     evaluator, workflow = config.evaluator, config.rollout_manager
     settings = [evaluator.samples, evaluator.temperature, evaluator.top_p, workflow.workflow, workflow.workflow_options]
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
-"""Decides which version is evaluated, on which generator, and when an evaluation is given up. It does no I/O.
+"""Decides on evaluations: the version, the generator, and when to give up. No I/O.
 
-A version that is due while the run goes on is *held*: one generator loads no newer one until it is evaluated. Version 0
-is held from the start. The last version is due last, and needs no hold: no newer one comes.
+A version that is due while the run goes on is *held*: one generator loads no newer version until the evaluation is
+over. A generator holds version 0 from the start. The last version needs no hold, since no newer version comes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,21 @@ from actors.master.served_version import ServedVersion
 from protocols.evaluation_messages import EvaluationDone
 from protocols.membership_messages import Member, Policy
 
-# The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
+# The evaluator obeys `evaluator.timeout_seconds`. The master then waits for the evaluator's report for this time.
 GRACE_SECONDS = 60.0
 
 log = structlog.get_logger()
 
 
 class DueEvaluation(NamedTuple):
-    """`holder`: the only generator that has the version; None: all have it."""
+    """`holder`: the only generator with the version; None: all generators have the version."""
 
     version: int
     holder: Member | None
 
 
 class Evaluations:
-    """Decisions are journaled by `state`, and holds are entered in `members`."""
+    """Decides on evaluations. `state` journals the decisions, and `members` gets the holds."""
 
     def __init__(self, state: RunState, members: Members) -> None:
         self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
@@ -47,19 +47,19 @@ class Evaluations:
 
     @property
     def ready(self) -> DueEvaluation | None:
-        """The evaluation that is due, unless its generator is not ready."""
+        """The evaluation that is due, unless the generator is not ready."""
         due = self.due
         return due if due and (due.holder is None or due.holder.state == "healthy") else None
 
     def is_over(self, version: int) -> bool:
-        """True if the evaluation of the first or the last version is over, with a result or without."""
+        """True if the evaluation of the first or the last version is over, with or without a result."""
         return self._state.results.is_over(version) or not self._config.evaluates
 
     # --- holds
 
     def hold_version_0(self, fresh: Member | None = None) -> None:
-        """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
-        still has this version: `fresh`, which has just joined, or any as long as no newer version is published."""
+        """Have one generator hold version 0 until the evaluation is over, while the run goes on. The generator must
+        still have version 0: `fresh`, which has just joined, or any generator before a newer version is published."""
         if self._state.ledger.version == self._config.steps or self.is_over(0) or self._members.holder:
             return
         generators = [m for m in self._members.with_role("generator", healthy=False) if m.state != "draining"]
@@ -70,9 +70,9 @@ class Evaluations:
             self._hold(holder, Policy(lineage=0, version=0, folder=self._config.model))
 
     def plan(self, policy: Policy) -> None:
-        """Have every `evaluator.every`-th version evaluated while the run continues. One generator, a different one
-        each time, holds the version. Call this before `policy` is published, so that the hold is known before any newer
-        version can be."""
+        """Have every `evaluator.every`-th version evaluated while the run continues. The generators take turns in
+        holding the version. Call this before `policy` is published: members must know the hold before a newer version
+        exists."""
         every, version = self._config.evaluator.every, policy.version
         if not every or not self._config.evaluates or version % every or version == self._config.steps:
             return
@@ -94,11 +94,11 @@ class Evaluations:
     # --- what the evaluator reports
 
     def begin_attempt(self) -> None:
-        """An evaluator has begun with the evaluation that is due."""
+        """An evaluator has begun the evaluation that is due."""
         self._held_since = self._clock()
 
     def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> bool:
-        """Keep the scores of rows that had none. Returns False if there are none to keep."""
+        """Keep the scores of rows without scores. Returns False if there are no such rows."""
         earlier, due = self._state.results.row_scores(version), self.due
         fresh = {row: rows[row] for row in rows if row not in earlier}
         if not fresh or due is None or due.version != version:
@@ -107,7 +107,7 @@ class Evaluations:
         return True
 
     def finish(self, result: EvaluationDone) -> bool:
-        """Returns False if the version is not due: the result was reported earlier, or the evaluation was abandoned."""
+        """End the evaluation with a result. Returns False if the version is not due, or not due any more."""
         due = self.due
         if due is None or due.version != result.version:
             return False
@@ -117,13 +117,13 @@ class Evaluations:
         return True
 
     def give_up(self, due: DueEvaluation, reason: str) -> None:
-        """There is no result. The holder loads the newest version."""
+        """End the evaluation without a result. The holder loads the newest version."""
         self._drop(due.version, reason)
         self._release(due)
 
     def abandon(self, reason: str) -> None:
-        """If a generator holds a version in between, give up its evaluation. Version 0 is never given up for such a
-        reason: there is no other one to compare the result with. Nor is a version that has become the last one."""
+        """Give up the evaluation of a version in between, if a generator holds such a version. Never give up version 0,
+        since results are compared with version 0, nor a version that has become the last version."""
         if (due := self.due) and due.holder and due.version:
             if due.version == self._config.steps:
                 self._release(due)
@@ -146,9 +146,9 @@ class Evaluations:
     # --- losses and deadlines
 
     def lose_member(self, member: Member) -> None:
-        """The member is about to be removed. With the holder its version is gone; another generator may still have
-        version 0. The next evaluator goes on with the evaluation, but a generator is not held for evaluators that are
-        lost again and again before they have scored another row."""
+        """Call before a member is removed. The loss of the holder loses its version, except that another generator may
+        still have version 0. The next evaluator goes on with the evaluation, but no generator is held for evaluators
+        that are lost again and again before they score another row."""
         due = self.due
         if due is None or due.holder is None:
             return
@@ -163,8 +163,8 @@ class Evaluations:
                 self.abandon(f"{member.identity} is gone, like the one before, and none of them has scored another row")
 
     def watch(self) -> None:
-        """Give up an evaluation that takes too long, or that nobody does, and let go who has served users. Call this
-        every second."""
+        """Give up an evaluation that takes too long or has no evaluator, and release generators that have served users.
+        Call every second."""
         for generator in self._members.with_role("generator", healthy=False):
             over = generator.held and not generator.serving and self.is_over(generator.held.version)
             if over and not self._members.heartbeats.answers_users(generator):

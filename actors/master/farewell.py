@@ -13,35 +13,35 @@ from protocols.membership_messages import Shutdown
 
 # How long the master waits, after the end of the run, for the other actors to leave.
 FAREWELL_SECONDS = 5.0
-# Pause before the master exits, so that the answer to the last actor's Leave is still sent.
+# Pause before the master exits, for the answer to the last actor's Leave.
 LAST_WORDS_SECONDS = 0.2
 
 log = structlog.get_logger()
 
 
 class Farewell:
-    """Ends the run of `run` in order."""
+    """Ends a run in order."""
 
     def __init__(self, run: RunControl) -> None:
         self._run = run
         self._trainer_may_end = False  # the run is stopped, and the trainer has time to save a checkpoint
 
     def stop_run(self, by: str) -> None:
-        """The first signal lets the trainer save a checkpoint, a second one ends the run at once."""
+        """End the run. The first signal lets the trainer save a checkpoint; a second signal ends the run at once."""
         self._trainer_may_end = not self._run.end.done() and not self._run.shortage
         self._run.finish(False, f"told to stop by {by}", stopped=True)
         self._run.changed.notify()
 
     @property
     def shutdown(self) -> Shutdown | None:
-        """How the run ended, for its members; None while it goes on."""
+        """The end of the run, for members; None while the run goes on."""
         return self._shutdown(self._run.end.result()) if self._run.end.done() else None
 
     def _shutdown(self, ending: Ending) -> Shutdown:
         return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
 
     async def say(self, ending: Ending) -> None:
-        """Write the summary, tell the actors that the run has ended, and wait until they have left."""
+        """Write the summary, tell the actors that the run has ended, and wait until all actors have left."""
         self._run.folder.free_reserve()
         if self._trainer_may_end:
             await self._let_trainer_end(ending)
@@ -51,7 +51,7 @@ class Farewell:
                 await self._run.record("the summary", self._run.folder.write_summary, numbers)
         except TimeoutError:
             log.error("the run ends without a summary", why=str(self._run.shortage))
-        if self._run.shortage:  # events wait for the journal, and this one would for ever
+        if self._run.shortage:  # events wait for the journal, so the shutdown would wait for ever
             self._run.announcements.send_at_once(self._shutdown(ending))
         else:
             self._run.send_out(self._shutdown(ending))
@@ -60,7 +60,7 @@ class Farewell:
         await asyncio.sleep(LAST_WORDS_SECONDS)
 
     async def _let_trainer_end(self, ending: Ending) -> None:
-        """Serve the trainer until it has left, for at most `master.drain_seconds`."""
+        """Serve the trainer for at most `master.drain_seconds`, until the trainer has left."""
         self._run.send_out(self._shutdown(ending))
         seconds, here = self._run.config.master.drain_seconds, self._run.members.with_role
         gone = await self._until(lambda: not (self._trainer_may_end and here("trainer", healthy=False)), seconds)
@@ -69,7 +69,7 @@ class Farewell:
         self._trainer_may_end = False
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for `condition`, for at most so many seconds. Returns False if it has not become true."""
+        """Wait for `condition`, for at most `seconds`. Returns False if the time is over."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._run.changed.until(condition)

@@ -1,4 +1,4 @@
-"""Rewards and tokens of groups, which the ledger does not have."""
+"""Rewards and tokens of groups. The ledger has neither."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -9,13 +9,13 @@ from actors.master.changes import Rewarded
 
 @dataclass(slots=True)
 class GroupTally:
-    """The rewards and tokens of each group that is ready and not trained yet, and sums over groups.
+    """The rewards and tokens of every group that is ready and not trained yet, and sums over groups.
 
-    rewards, reward_parts: the mean reward of a group, and the mean of each part of it. tokens: the sampled tokens of a
-    group. tokens_trained, tokens_discarded: sums over the run. tokens_sampled: all tokens that generators have counted
-    up to the last step, without the tokens of evaluations. scored, score: the number of groups that became ready since
-    the last step, filtered groups too, and the sum of their mean rewards. discarded: the prompt and the reason of each
-    group that was discarded since the last step.
+    rewards, reward_parts: the mean reward of a group, and the mean of every part of the reward. tokens: the sampled
+    tokens of a group. tokens_trained, tokens_discarded: sums over the run. tokens_sampled: sum of the generators'
+    counts up to the last step, without tokens of evaluations. scored, score: the number of groups that became ready
+    since the last step, filtered groups too, and the sum of their mean rewards. discarded: prompt and reason of every
+    group discarded since the last step.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class GroupTally:
         self.tokens_discarded += self.tokens.pop(group, 0)
 
     def train(self, groups: Iterable[str], step: Mapping[str, Any]) -> None:
-        """Count the tokens of groups as trained, in a step with these metrics. The counts of the next step begin."""
+        """Count the tokens of groups as trained, in a step with the metrics `step`. Begin the next step's counts."""
         self.tokens_sampled += step.get("tokens_generated", 0) - step.get("tokens_evaluated", 0)
         for group in groups:
             self._forget_reward(group)

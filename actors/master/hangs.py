@@ -1,4 +1,4 @@
-"""Which members hang: something that they work on has stood still for far too long."""
+"""Finds members that hang: a work of the member has stood still for far too long."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,9 @@ log = structlog.get_logger()
 
 
 class Hangs:
-    """`seconds`: the least limit of a standstill. The history of a kind of work is that of all members of a role.
+    """`seconds`: the least limit of a standstill. All members of a role share the history of a kind of work.
 
-    `alerts`: in words, the works that stand still for more than half their limit, by member and kind."""
+    `alerts`: by member and kind, a sentence about a work that stands still for more than half the limit."""
 
     def __init__(self, members: Members, seconds: float) -> None:
         self._members = members
@@ -22,12 +22,12 @@ class Hangs:
         self.alerts: dict[tuple[str, str], str] = {}
 
     def hear(self, member: Member, beat: Heartbeat) -> None:
-        """Learn from the works that have ended."""
+        """Learn from works that have ended."""
         for kind, longest in beat.ended.items():
             self._standstills.end((member.role, kind), longest)
 
     def find(self) -> list[tuple[str, str]]:
-        """The members that hang, and what of each, in words. To be called once a second; it also warns."""
+        """The members that hang, each with the reason, in words. Call once a second; logs warnings."""
         hung, alerts = {}, {}
         for identity, work in self._works():
             kind = identity.partition("/")[0], work.kind

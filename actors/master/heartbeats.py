@@ -1,4 +1,4 @@
-"""What each member of a run has said last, and the load that generators report with it."""
+"""The last heartbeat of every member of a run, and the loads of generators in the heartbeats."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import numpy as np
 from actors.runtime.membership import HEARTBEAT_SECONDS
 from protocols.membership_messages import Engagement, Heartbeat, LoadColumns, Member
 
-# An asker gets the loads of n generators at most once in n times this, after 500 of them no longer with each heartbeat:
-# askers and loads both grow with a cluster, and their product would take the master's core at 8,000 devices.
+# An asker gets the loads of n generators at most once in n times this period, beyond 500 generators not with every
+# heartbeat: askers and loads both grow with a cluster, and all loads for all askers would take the master's core.
 LOAD_SECONDS = 0.002
 
 NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
@@ -17,8 +17,8 @@ NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
-    master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
+    """The last heartbeat of a member, and the time by the master's clock. `restored`: the member joined an earlier
+    master, and this master has not heard the member yet. `sequences`: the sum over the engagement."""
 
     time: float
     beat: Heartbeat = NO_BEAT
@@ -27,14 +27,14 @@ class LastHeartbeat:
 
 
 class Heartbeats:
-    """`last`: the last heartbeat of each member. clock: the master's, in seconds. Members of an earlier master count as
-    heard from now."""
+    """`last`: the last heartbeat of every member. clock: the master's, in seconds. Members of an earlier master count
+    as heard from now."""
 
     def __init__(self, members: Iterable[str], clock: Callable[[], float]) -> None:
         self._clock = clock
         self.last = {identity: LastHeartbeat(clock(), restored=True) for identity in members}
-        self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
-        self._loads_due: dict[str, float] = {}  # when an asker gets loads again
+        self._engagements: dict[str, Engagement] = {}  # by generator, from the last heartbeat
+        self._loads_due: dict[str, float] = {}  # by asker, the time of the next loads
 
     def add(self, identity: str) -> None:
         self.last[identity] = LastHeartbeat(self._clock())
@@ -57,12 +57,12 @@ class Heartbeats:
         self.last[identity] = LastHeartbeat(self._clock(), beat, sequences=sequences)
 
     def answers_users(self, generator: Member) -> bool:
-        """Whether it has sequences of gateways. Those of others may wait for newer weights."""
+        """True if the generator has sequences of gateways. Other askers' sequences may wait for newer weights."""
         load = self.last[generator.identity].beat.engagement
         return load is not None and any(n and asker.startswith("gateway/") for asker, n in load.sequences.items())
 
     def loads_for(self, asker: str) -> LoadColumns | None:
-        """The load of each generator, and how much of it is the asker's; None: it has had them not long ago."""
+        """The load of every generator, with the asker's share; None if the asker has had the loads recently."""
         now = self._clock()
         if now < self._loads_due.get(asker, now):
             return None

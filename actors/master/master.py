@@ -1,8 +1,8 @@
 """The master: keeps the directory of actors and the policy version, grants permits, and chooses the batches to train.
 
 The master never handles a token or a weight. It writes every change to the journal on disk before it answers a request
-or publishes an event that depends on the change. So a restarted master knows everything that it has told other actors.
-A request that cannot be answered yet is parked until it can be, or until shortly before its deadline.
+or publishes an event that depends on the change. So a restarted master knows everything that other actors were told. A
+request without an answer yet is parked until an answer exists, or until shortly before the deadline.
 
 | loop | waits for | unblocks |
 |---|---|---|
@@ -11,8 +11,8 @@ A request that cannot be answered yet is parked until it can be, or until shortl
 | | `AskEvaluation`: a version that is due, and its holder | the evaluator |
 | journal | changes that are not on disk yet | every answer and event that depends on them |
 | announce | an event in the outbox, then the journal | the events loop of every actor |
-| look for the dead | 5 s | removes the silent at whose address nobody listens |
-| watch | 1 s | fences the silent and those that hang, ends leases, remedies a stalled run |
+| look for the dead | 5 s | removes silent members if nobody listens at their address |
+| watch | 1 s | fences silent and hanging members, ends leases, remedies a stalled run |
 """
 
 import asyncio
@@ -48,16 +48,16 @@ from protocols.membership_messages import AskStatus
 from protocols.messages import Message, Permits
 from protocols.transport import Bus, Request, fingerprint
 
-# Size of the range of event sequence numbers of one master. A restarted master uses the next range.
+# Size of the range of a master's event numbers. A restarted master uses the next range.
 EVENTS_OF_ONE_MASTER = 1 << 32
 log = structlog.get_logger()
 
 
 class Master:
-    """The master of a run; there is one. `config.model` has to be a folder. The run ends when the last step is trained,
-    its checkpoint is saved and the last version is evaluated. If `journal` holds events of an earlier master of the
-    run, this master continues from them. `source`: the rows, needed by every `data.sampler` but shuffle. `supervised`:
-    it is stopped by SIGINT alone."""
+    """The only master of a run. `config.model` has to be a folder. The run ends when the last step is trained, its
+    checkpoint is saved and the last version is evaluated. If `journal` holds events of an earlier master of the run,
+    this master continues from the events. `source`: the rows, needed by every `data.sampler` but shuffle. `supervised`:
+    only SIGINT stops the master."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Master:
     # --- life
 
     async def run(self) -> Ending:
-        """Serve until the run has ended. Returns how it ended. Raises UserError if the address is already in use."""
+        """Serve until the run has ended. Returns the ending. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()
         stop = self._farewell.stop_run
         if self._supervised:
@@ -122,7 +122,7 @@ class Master:
             self.journal.close()
 
     def _take_over(self) -> None:
-        """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
+        """Continue from the state in the journal. Renew all leases, and count every member as heard from now."""
         self.state.emit(changes.MasterStarted())
         self.ledger.change_settings(self.state.settings)
         self.ledger.leases.renew_all(self._run.now(), self.config.master.lease_seconds)
@@ -139,7 +139,7 @@ class Master:
             )
 
     async def _repeat_records(self) -> None:
-        """Write what the master before has not written, before any other record."""
+        """Write the records that the master before may not have written, before all other records."""
         if self.state.last_step:
             await self._run.record_step(self.state.last_step)
         for evaluation in list(self.state.results.evaluations.values()):
@@ -163,8 +163,8 @@ class Master:
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request[Message]) -> Awaitable[Message]:
-        """The answer to a request. It is returned only after every change behind it is on disk. Raises ForgedError if
-        the sender is a member and the request is not from it."""
+        """The answer to a request, returned after all changes behind the answer are on disk. Raises ForgedError if the
+        sender is a member but the request comes from another process."""
         if request.sender in self.state.members and not request.sender.endswith(f"#{fingerprint(request.token)}"):
             log.warning("a request in the name of another was refused", kind=request.message.kind, name=request.sender)
             raise ForgedError(f"this {request.message.kind!r} is not from {request.sender}, whom it names as sender")
@@ -175,7 +175,7 @@ class Master:
         return answer if isinstance(request.message, AskStatus) else self._durably(request.sender, answer)
 
     async def _durably(self, sender: str, answer: Awaitable[Message]) -> Message:
-        """Raises PreparingError while the journal waits for its disk."""
+        """Raises PreparingError while the journal waits for the disk."""
         # The request was invalid, and the ledger is unchanged.
         with explain(LedgerError, "{why}", RefusedError):
             result = await answer
@@ -193,5 +193,5 @@ class Master:
 
 
 def _ignore_signal(sign: str) -> None:
-    """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
+    """Log a signal that did not come from the supervisor, perhaps a signal to all processes of the run."""
     log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")

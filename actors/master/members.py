@@ -1,6 +1,6 @@
-"""The directory of a run: its members, and how much of what they say fits into a message.
+"""The directory of a run: the members, and a limit on their entries, which have to fit into a message.
 
-The journal has the members (`RunState.members`), but not their heartbeats.
+The journal has the members (`RunState.members`), but not the heartbeats.
 """
 
 from collections import Counter, deque
@@ -16,25 +16,25 @@ from protocols.codec import MAX_BODY_BYTES
 from protocols.membership_messages import Heartbeat, Join, Member, MembersChanged, Policy, Snapshot, actor_name
 from protocols.messages import Message
 
-# All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
+# All members have to fit into a snapshot, and all changes of an event into the event. Both are one message.
 MAX_MEMBERS = 4096
 MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
-# Of how many former members the reason is kept.
+# The number of former members whose reason of removal is kept.
 REMOVED_KEPT = 64
-# So much of the members' numbers is in a status, which is one message too.
+# The limit of the members' numbers in a status, which is one message.
 MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
 
 
 class Members:
-    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds."""
+    """The members of a run. Changes are journaled and handed to `publish`. `clock`: the master's, in seconds."""
 
     def __init__(self, state: RunState, publish: Callable[[Message], None], clock: Callable[[], float]) -> None:
         self._state = state
         self._publish = publish
         self.clock = clock
         self.heartbeats = Heartbeats(state.members, clock)
-        self.starts = Counter[str]()  # of actors since the master started, by role/index
-        self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
+        self.starts = Counter[str]()  # joins since the master started, by role/index
+        self.removed: dict[str, str] = {}  # the reason by former member, to tell the member; the newest
         self._entries = {identity: _entry(member) for identity, member in state.members.items()}
         self._size = sum(map(len, self._entries.values()))
 
@@ -43,23 +43,23 @@ class Members:
 
     @property
     def holder(self) -> tuple[Member, Policy] | None:
-        """The generator that holds a policy until it is evaluated, and that policy; None if no generator does."""
+        """The generator that holds a policy for an evaluation, and the policy; None if no generator does."""
         return self._state.results.holder(self._state.members.values())
 
     # --- the directory
 
     def snapshot(self, sequence: int, events: str) -> Snapshot:
-        """Thousands that join at once get it, so a member is encoded when it changes, not for each of them."""
+        """The snapshot. A member is encoded once per change: thousands of actors may join at once."""
         entries: tuple[Any, ...] = tuple(self._entries.values())
         return Snapshot.model_construct(policy=self._state.policy, members=entries, sequence=sequence, events=events)
 
     def find_joined(self, join: Join, mark: str) -> Member | None:
-        """The member that this Join already created, if an earlier master answered the same Join."""
+        """The member that an earlier master created for the same Join, if any."""
         members, of_mark = self._state.members, f"#{mark}"
         return next((members[i] for i in members if i.endswith(of_mark) and members[i].role == join.role), None)
 
     def new_entry(self, join: Join, mark: str) -> Member:
-        """The entry of an actor that wants to join. Raises RefusedError, and BusyError if there are too many."""
+        """The entry of an actor that wants to join. Raises RefusedError, and BusyError if the run is full."""
         if not is_role(join.role):
             raise RefusedError(f"there is no role {join.role!r}")
         if len(self._state.members) >= MAX_MEMBERS:
@@ -79,7 +79,7 @@ class Members:
         self._enter(Joined(member=member), entry)
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
-        """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
+        """Enter a member's report of itself. Returns True if the report is new. Raises BusyError as `add` does."""
         if (beat.state, beat.serves) == (member.state, member.serves):
             return False
         updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
@@ -87,7 +87,7 @@ class Members:
         return True
 
     def hold(self, generator: Member, policy: Policy | None, serving: bool = False) -> None:
-        """Have the generator load no policy newer than `policy`; None: any. serving: whether users get it."""
+        """Have the generator load no policy newer than `policy`; None: any policy. serving: users get the policy."""
         holding = generator.model_copy(update={"held": policy, "serving": serving})
         self._enter(MemberChanged(member=holding), _entry(holding))
 
@@ -117,14 +117,14 @@ class Members:
     # --- what members say
 
     def activity(self, role: str) -> str:
-        """What the first member of the role does."""
+        """The activity of the first member of the role."""
         return next(
             (self.heartbeats.last[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
         )
 
     def status_rows(self) -> list[dict[str, Any]]:
-        """The members, with activities and numbers until these take MAX_STATUS_BYTES. silent: the seconds since this
-        master heard from a member; None if it never did."""
+        """The members, with activities and numbers up to MAX_STATUS_BYTES. silent: the seconds since this master heard
+        from a member; None if it never did."""
         rows, size, now = [], 0, self.clock()
         for identity, member in self._state.members.items():
             last = self.heartbeats.last[identity]
@@ -137,8 +137,8 @@ class Members:
 
 
 def next_event(outbox: deque[Message]) -> Message:
-    """Take the first event out of `outbox`. A change of the directory is merged with those that directly follow it, as
-    many as one message holds. Thousands of actors may join at once, and each event is sent to all of them."""
+    """Take the first event out of `outbox`. A change of the directory absorbs the changes that directly follow, as many
+    as a message holds: thousands of actors may join at once, and all of them get every event."""
     event = outbox.popleft()
     if not isinstance(event, MembersChanged):
         return event
@@ -155,7 +155,7 @@ def next_event(outbox: deque[Message]) -> Message:
 
 
 def _entry(member: Member) -> bytes:
-    """The entry of a member in a snapshot. In an event it is shorter: msgpack is shorter than JSON."""
+    """The entry of a member in a snapshot, as JSON. The entry in an event is shorter, in msgpack."""
     return member.model_dump_json().encode()
 
 

@@ -1,4 +1,4 @@
-"""What every actor asks of the master: to join, to beat, to leave, and for a snapshot; and who is removed."""
+"""Every actor's requests to the master: to join, to beat, to leave, and for a snapshot; and the removal of members."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ from protocols.messages import Done
 from protocols.network import Network
 from protocols.transport import Request, fingerprint
 
-# A member that has missed some heartbeats: its process may be suspended. Until it is heard or fenced, nothing stalls.
+# A member has missed some heartbeats, perhaps suspended. Before the member is heard or fenced, nothing stalls.
 SILENT_SECONDS = 5.0
 
 log = structlog.get_logger()
@@ -101,21 +101,21 @@ class MembershipRequests(HandlesRequests):
 
     @handles(ConnectionLost)
     async def connection_lost(self, request: Request[ConnectionLost]) -> Done:
-        """Remove a member at once, and not only when its lease ends, if its machine says that nobody listens at its
-        address, and it is not heard either."""
+        """Remove a member at once, before its lease ends, if nobody listens at the member's address and no heartbeat
+        comes."""
         self._run.member(request)
         await self._remove_if_dead(request.message.identity, SILENT_SECONDS)
         return Done()
 
     async def look_for_the_dead(self) -> None:
-        """Nobody has a connection to some members that would be lost with them, such as a rollout manager."""
+        """Look for dead members without connections, such as a rollout manager: nobody notices their death."""
         while True:
             await asyncio.sleep(SILENT_SECONDS)
             silent = self._members.heartbeats.silent(2 * SILENT_SECONDS)
             await asyncio.gather(*(self._remove_if_dead(identity, 0.0) for identity, _ in silent))
 
     async def _remove_if_dead(self, identity: str, seconds: float) -> None:
-        """Remove a member if nobody listens at its address, and it is not heard for so long either."""
+        """Remove a member if nobody listens at the member's address, and no heartbeat comes for `seconds`."""
         member, last = self._run.state.members.get(identity), self._members.heartbeats.last.get(identity)
         if member and await self._network.refuses(member.address):
             await asyncio.sleep(seconds)
@@ -123,7 +123,7 @@ class MembershipRequests(HandlesRequests):
                 self.remove(identity, f"nobody listens at {member.address}")
 
     def remove(self, identity: str, reason: str) -> None:
-        """Remove a member. Its leases return, and its requests are refused from now on."""
+        """Remove a member. The member's leases return, and its requests are refused from now on."""
         self._run.progress.await_successor()
         self._run.evaluations.lose_member(self._run.state.members[identity])
         self._members.remove(identity, reason)

@@ -1,4 +1,4 @@
-"""Machines of a run whose memory runs out: what its user is told before their kernels kill processes."""
+"""Alerts about machines of a run that run out of memory, before a kernel kills processes."""
 
 import structlog
 
@@ -14,14 +14,14 @@ log = structlog.get_logger()
 
 
 class Memory:
-    """`alerts`: of each host that has had less than LITTLE_BYTES since it last had ENOUGH_BYTES, a lasting sentence."""
+    """`alerts`: a lasting sentence for every host below LITTLE_BYTES, until it has ENOUGH_BYTES again."""
 
     def __init__(self, state: RunState, members: Members) -> None:
         self._state, self._members = state, members
         self.alerts: dict[str, str] = {}
 
     def look(self) -> None:
-        """To be called once a second."""
+        """Call once a second."""
         hosts: dict[str, dict[str, dict[str, float]]] = {}
         for identity, member in self._state.members.items():
             if "free_memory" in (stats := self._members.heartbeats.last[identity].beat.stats):

@@ -1,4 +1,4 @@
-"""Who waits for whom in a run, for how long nothing has moved, and what is done about it."""
+"""Which actors wait for which actors in a run, how long nothing has moved, and the remedies."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -9,13 +9,13 @@ from areal.config.roles import ROLES, Goal
 from areal.staleness.failures import Failures
 from protocols.membership_messages import actor_name
 
-# How long a reward that was served may have no actor before admission pauses. Its actor may just be started again.
+# How long a reward that was served may have no actor before admission pauses. The actor may be about to restart.
 ABSENT_SECONDS = 10.0
 
 
 class Servers:
-    """The rewards and scorers that the run needs, and whether an actor serves each. `since`: the names that were served
-    and are not, and since when."""
+    """The rewards and scorers of the run, and whether an actor serves them. `since`: by name of a reward or scorer that
+    was served and has no actor now, the time of the loss."""
 
     def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
         self._config, self._state, self._clock = state.config, state, clock
@@ -24,7 +24,7 @@ class Servers:
         self.since: dict[str, float] = {}
 
     def look(self) -> None:
-        """Note which rewards and scorers of the run nobody serves any more. To be called every second."""
+        """Note the rewards and scorers of the run without an actor. Call every second."""
         served, now = self.served(), self._clock()
         self._were_served |= served
         gone = (self._were_served & self.needed.keys()) - served
@@ -32,13 +32,13 @@ class Servers:
 
     @property
     def absent(self) -> list[str]:
-        """The rewards and scorers that were served, and that nobody has served for ABSENT_SECONDS. Until they are back,
-        no group is admitted: each of its samples would only wait."""
+        """The rewards and scorers that were served, and that no actor has served for ABSENT_SECONDS. No group is
+        admitted until they are back, since the samples would only wait."""
         return [name for name, since in self.since.items() if self._clock() - since >= ABSENT_SECONDS]
 
     @property
     def pause(self) -> str:
-        """Why admission pauses, and what to do; empty if it does not, or for another reason."""
+        """The reason of a pause of admission, and the remedy; empty without a pause, or for another reason."""
         if not self.absent:
             return ""
         name = self.absent[0]
@@ -59,7 +59,7 @@ class Servers:
 
 
 class Progress:
-    """`free`: the number of groups that may start now."""
+    """`free`: returns the number of groups that may start now."""
 
     def __init__(self, state: RunState, members: Members, failures: Failures, free: Callable[[], int]) -> None:
         self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
@@ -71,12 +71,12 @@ class Progress:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """An actor has worked, or what it did has moved the run."""
+        """An actor has worked, or the run has moved."""
         self._last = self._clock()
         self._remedies = 0
 
     def await_successor(self) -> None:
-        """A member has gone. The run does not end before the one that may be started in its place had time to join."""
+        """A member has gone. The run does not end before a successor has had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
 
     # --- stalls
@@ -85,10 +85,10 @@ class Progress:
         return f"the run has made no progress for {self._clock() - self._last:.0f} s: {self.describe()}"
 
     def remedy(self) -> Literal["end", "requeue", "fence"] | None:
-        """What to do now because nothing has moved. After a third of `stall_seconds`, re-queue the unfinished groups.
-        After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
-        has no healthy member, only the last one is done. A process that joins the run may be away for `outage_seconds`,
-        also one that serves an added reward."""
+        """The remedy that is due because nothing has moved. After a third of `stall_seconds`, re-queue the unfinished
+        groups. After two thirds, fence the `suspects`, to have them restarted. After the whole time, end the run. While
+        a role has no healthy member, ending the run is the only remedy. A process that joins the run, also for an added
+        reward, may be away for `outage_seconds`."""
         if self._waits_for_users():
             return None
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
@@ -103,14 +103,14 @@ class Progress:
         return "requeue" if self._remedies == 1 else "fence"
 
     def _waits_for_users(self) -> bool:
-        """True if the next batch needs sessions of users, for whom nobody can do anything."""
+        """True if the next batch needs sessions of users, which no actor can hasten."""
         ledger = self._state.ledger
         return (
             ledger.state.settings.sessions_alone and ledger.schedule.waiting is not None and not self._state.unpublished
         )
 
     def suspects(self) -> list[str]:
-        """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""
+        """Healthy members of the roles that the run waits for. Starting members are left alone."""
         goals: set[Goal] = {"step"}
         if self._state.ledger.version == self._config.steps:
             goals = {"step", "evaluation"}
@@ -122,14 +122,14 @@ class Progress:
     # --- in words
 
     def describe(self) -> str:
-        """Which actor waits for which, and since when, in one line; and which actor has been at work for longest."""
+        """The waits between actors and their duration, in a line, with the actor that has been at work for longest."""
         if work := self.longest_work():
             return f"{self.who_waits()}; {work}"
         return f"{self.who_waits()} (for {self._clock() - self._last:.0f} s)"
 
     def longest_work(self) -> str:
-        """The member that has been at its present work for longest, what that is, and for how long; empty if every
-        member only waits. While a member works, the run does not stall: one that hangs is no member for long."""
+        """The member that has been at its present work for longest, the work, and its duration; empty if all members
+        only wait. The run does not stall while a member works: a member that hangs is removed before long."""
         works = {identity: last.beat.works[:1] for identity, last in self._members.heartbeats.last.items()}
         working = [(work.seconds, identity, work.what) for identity, first in works.items() for work in first]
         if not working:
@@ -138,7 +138,7 @@ class Progress:
         return f"{actor_name(identity)} is {what} (for {seconds:.0f} s)"
 
     def who_waits(self) -> str:
-        """Which actor waits for which."""
+        """The waits between actors."""
         last = self._state.ledger.version == self._config.steps
         if missing := [role for role in self.missing() if last or role != "evaluator"]:
             return f"everyone waits for a {' and a '.join(missing)} to be ready"
@@ -154,7 +154,7 @@ class Progress:
         return "nobody waits"
 
     def _held_back(self) -> str:
-        """If the only generator holds a version, so that no group of a newer version begins: why."""
+        """The reason why the only generator holds a version, so that no group of a newer version begins; else empty."""
         hold = self._members.holder
         if hold is None or len(self._members.with_role("generator")) > 1:
             return ""
@@ -162,7 +162,7 @@ class Progress:
         return f"; the only generator holds version {hold[1].version} until it is evaluated{alone}"
 
     def missing(self) -> list[str]:
-        """The roles that the run needs and no healthy member has, and the rewards and scorers that none serves."""
+        """The needed roles without a healthy member, and the needed rewards and scorers without an actor."""
         missing = [name for name in self._roles if not self._members.with_role(name)]
         served = self.servers.served()
         unserved = [(role, name) for name, role in sorted(self.servers.needed.items()) if name not in served]

@@ -1,4 +1,4 @@
-"""What rollout managers ask of the master and tell it."""
+"""Requests of rollout managers to the master."""
 
 import asyncio
 
@@ -30,11 +30,11 @@ log = structlog.get_logger()
 
 
 class RolloutRequests(HandlesRequests):
-    """Answers rollout managers, and who changes the weight of a reward."""
+    """Answers rollout managers, and requests to change the weight of a reward."""
 
     def __init__(self, run: RunControl) -> None:
         self._run = run
-        self._turn = asyncio.Lock()  # one asker looks at each change for all that wait behind it
+        self._turn = asyncio.Lock()  # after a change only the first waiting asker looks
 
     @handles(AskPermits)
     async def ask_permits(self, request: Request[AskPermits]) -> Permits:

@@ -1,4 +1,4 @@
-"""What the parts of a master share."""
+"""The state and the decisions of a run, shared by the parts of a master."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +27,9 @@ from protocols.membership_messages import Member
 from protocols.messages import Message
 from protocols.transport import Request
 
-# States that are kept besides those of the checkpoints that are: their checkpoints are being written.
+# States kept beyond the kept checkpoints: their checkpoints are being written.
 SPARE_STATES = 2
-# The turn of a request that waits for nobody else's.
+# The turn of a request that waits for no other request.
 ALONE = nullcontext()
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Records(Protocol):
-    """The interface of the run folder, where the master writes its records (areal.storage.run_folder.RunFolder)."""
+    """The interface of the run folder, for the master's records (areal.storage.run_folder.RunFolder)."""
 
     @property
     def path(self) -> Path: ...
@@ -59,9 +59,8 @@ class Records(Protocol):
 
 
 class RunControl:
-    """What the parts of a master share: the state of the run, and what decides on it and ends it. `changed`: notified
-    after each change that a parked request may wait for. `end`: of the run. `unrecorded`: the step whose metrics
-    may not be on disk."""
+    """The state of the run, and the parts that decide on the run. `changed`: notified after every change that a parked
+    request may wait for. `end`: the end of the run. `unrecorded`: the step whose metrics may not be on disk."""
 
     def __init__(self, config: Config, journal: Journal, folder: Records, source: PromptSource | None) -> None:
         self.config = config
@@ -90,13 +89,13 @@ class RunControl:
         return self.state.ledger
 
     def keep_state(self) -> None:
-        """Keep the state of a version that gets a checkpoint, so that the run can go back to it."""
+        """Keep the state of a version that gets a checkpoint. The run can go back to a kept state."""
         version, trainer = self.ledger.version, self.config.trainer
         if version and (version % trainer.checkpoint_every == 0 or version == self.config.steps):
             self.journal.keep(version, self.state.dump(), trainer.checkpoints_kept + SPARE_STATES)
 
     async def record(self, what: str, write: Callable[[dict[str, Any]], None], record: dict[str, Any]) -> None:
-        """Write a record into the run folder, after those before, once its disk has room."""
+        """Write a record into the run folder, after all earlier records, once the disk has room."""
         async with self._recording:
             await self.disk_retry.write(lambda: asyncio.to_thread(write, record), what)
 
@@ -106,11 +105,11 @@ class RunControl:
 
     @property
     def shortage(self) -> Shortage | None:
-        """Why the master waits for its disk; None if it does not."""
+        """The reason why the master waits for the disk; None without a wait."""
         return self.journal.shortage or self.disk_retry.shortage
 
     def send_out(self, event: Message) -> None:
-        """Publish an event, and wake the requests that may wait for it."""
+        """Publish an event, and wake parked requests."""
         self.announcements.send(event)
         self.changed.notify()
 
@@ -126,19 +125,19 @@ class RunControl:
     async def park(
         self, request: Request[Message], condition: Callable[[], T], turn: AbstractAsyncContextManager[Any] = ALONE
     ) -> T | None:
-        """The first true value of `condition`, or None shortly before the request's deadline. turn: that the request
-        has while it waits for it."""
+        """The first true value of `condition`, or None shortly before the request's deadline. turn: held by the request
+        during the wait."""
         with suppress(TimeoutError):
             async with parked(request), turn:
                 return await self.changed.until(condition)
         return None
 
     def now(self) -> float:
-        """The master's clock. Time in which this process was suspended does not count for leases."""
+        """The master's clock. Time in which the process was suspended does not count for leases."""
         return asyncio.get_running_loop().time() - self.suspended
 
     def member(self, request: Request[Message], *roles: str) -> Member:
-        """The sender of `request`. Raises FencedError if it is no member, RefusedError if of none of `roles`."""
+        """The sender of `request`. Raises FencedError for a non-member, RefusedError for another role."""
         member = self.state.members.get(request.sender)
         if member is None:
             why = self.members.removed.get(request.sender, "")
@@ -149,7 +148,7 @@ class RunControl:
         return member
 
     def check_trainer(self, request: Request[Message], lineage: int | None = None) -> None:
-        """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
+        """Raises FencedError if the sender is not the trainer of the run, or `lineage` is not the current lineage."""
         self.member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
             raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
@@ -158,7 +157,7 @@ class RunControl:
         return self.end.done() or self.shortage is not None or bool(self.progress.servers.absent)
 
     async def end_if_complete(self) -> None:
-        # Without steps there is no trainer, which would report that it has finished.
+        # Without steps there is no trainer to report the end.
         finished = self.state.finished if self.config.steps else 0
         if finished == self.config.steps and self.evaluations.is_over(self.config.steps):
             self.evaluations.close()

@@ -1,8 +1,8 @@
 """The master's persistent state: the ledger, the members, the policy, and the progress of the run.
 
-Each change is an event of the ledger or a `Change`. `RunState.emit` appends it to the journal and applies it. A new
-`RunState` replays the journal. Only lease renewals are not journaled: a restarted master renews all leases, so that no
-member loses a group because the master was absent.
+Every change is an event of the ledger or a `Change`. `RunState.emit` appends a change to the journal and applies the
+change. A new `RunState` replays the journal. Only lease renewals are not journaled: a restarted master renews all
+leases, so no member loses a group to an absence of the master.
 """
 
 from collections.abc import Mapping
@@ -59,10 +59,10 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
 from protocols.membership_messages import Member, Policy, actor_name
 
-# Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
-# the journal, and the replay at a restart.
+# Number of events after which a snapshot replaces the events, or the number of rows in the snapshot if larger. The
+# number bounds the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
-# The attributes of `RunState` that a snapshot has as they are.
+# The attributes of `RunState` that a snapshot has unchanged.
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished",
     "seconds", "last_step", "rollbacks", "abandoning", "added_rewards", "starts",
@@ -70,8 +70,8 @@ PLAIN = (
 
 
 class RunState:
-    """The master's state. If `journal` holds the events of an earlier master, they are replayed. source: the rows, from
-    which the sampler chooses; without it none can be chosen, and `history` is that of the last snapshot."""
+    """The master's state. Events of an earlier master in `journal` are replayed. source: the rows for the sampler;
+    without rows no prompt can be chosen, and `history` comes from the last snapshot."""
 
     def __init__(self, config: Config, journal: Journal, source: PromptSource | None = None) -> None:
         self.config = config
@@ -88,12 +88,12 @@ class RunState:
         self.checkpoint_version = 0
         self.checkpoint: str | None = None
         self.finished: int | None = None
-        # How often the run went back to a checkpoint; the version that it went back to, while files are to be moved.
+        # The number of ways back to a checkpoint, and the version of the last way back while its files are to be moved.
         self.rollbacks, self.abandoning = 0, None
-        # The first prompt, the name and the weight of each change, in order.
+        # The first prompt, the name and the weight of every change, in order.
         self.added_rewards: list[tuple[int, str, float]] = []
         self.members: dict[str, Member] = {}
-        self.starts: dict[str, int] = {}  # how often each actor has joined, by role/index
+        self.starts: dict[str, int] = {}  # number of joins by role/index
         self.results = EvaluationResults.of(config)
         self.tally = GroupTally()
         self.sessions = SessionRecords()
@@ -106,17 +106,17 @@ class RunState:
             self.ledger.row_of_prompt = lambda prompt: safe_choice(config.data.sampler, sampler, self.history, prompt)
 
     def emit(self, change: Change) -> None:
-        """Append a change to the journal and apply it."""
+        """Append a change to the journal and apply the change."""
         self.journal.append(*change.record())
         self.apply(change)
 
     def rewards_of(self, prompt: int) -> dict[str, float]:
-        """The weights of rewards that were changed for the prompt of this index."""
+        """The weights of added rewards for the prompt `prompt`."""
         return {name: weight for first, name, weight in self.added_rewards if first <= prompt}
 
     @property
     def reward_names(self) -> set[str]:
-        """The rewards that the configuration names, and those that were added."""
+        """The rewards of the configuration, and the added rewards."""
         return {*self.config.rewards, *(name for _, name, _ in self.added_rewards)}
 
     @property
@@ -125,7 +125,7 @@ class RunState:
         return self.policy.version < self.ledger.version
 
     def compact_if_due(self) -> None:
-        """If the journal is long, replace its events with a snapshot of the current state."""
+        """Replace the events of a long journal with a snapshot of the current state."""
         if self.journal.size >= max(COMPACT_EVENTS, len(self.history.rows)):
             self.journal.compact(self.dump())
 
@@ -137,19 +137,19 @@ class RunState:
         self._follow(event)
 
     def replay(self, event: Event) -> None:
-        """Apply an event of the ledger without writing it into the journal."""
+        """Apply an event of the ledger without writing the event into the journal."""
         self._follow(event)
         self.ledger.state.apply(event)
 
     def _follow(self, event: Event) -> None:
-        """Update the state outside the ledger for one of its events. Called before the ledger applies the event."""
+        """Update the state outside the ledger for the ledger's event, before the ledger applies the event."""
         groups = self.ledger.state.groups
         match event:
             case Admitted(prompt_index=prompt, row=row) if prompt == self.ledger.state.prompts.next_prompt:
                 self.history.chosen(prompt, row)
             case Discarded(group_id, reason):
                 group = groups.get(group_id)
-                assert group is not None  # the ledger removes it only when it applies this event
+                assert group is not None  # the ledger has not applied the event yet
                 self.tally.discarded.append((group.prompt_index, reason))
                 if group.session and reason in BY_USERS:
                     self.sessions.note_deleted([group_id])
@@ -160,10 +160,10 @@ class RunState:
                 self.sessions.receipts.pop(session, None)
             case Committed(version):
                 batch = self.ledger.state.steps.batch
-                assert batch is not None  # it is committed now
+                assert batch is not None  # the event commits the batch
                 self.sessions.note_trained(map(groups.get, batch.group_ids), version + 1)
             case LedgerSettings(steps=steps) if steps != self.ledger.state.settings.steps:
-                self.results.not_evaluated.pop(steps, None)  # it is evaluated after all, as the last version
+                self.results.not_evaluated.pop(steps, None)  # the version is evaluated after all, as the last version
 
     def _drop(self, group: str) -> None:
         if group in self.tally.rewards:
@@ -243,7 +243,7 @@ class RunState:
         self.policy = self.policy.model_copy(update={"folder": folder})
 
     def dump(self) -> dict[str, Any]:
-        """All state, fit for JSON, as a snapshot of the journal has it."""
+        """All state, fit for JSON: a snapshot for the journal."""
         return {
             "ledger": self.ledger.state.dump(),
             "run_ahead": self.run_ahead.dump(),
@@ -257,7 +257,7 @@ class RunState:
         }
 
     def load(self, dump: Mapping[str, Any]) -> None:
-        """Become the state that `dump` returned; what an earlier version did not know is as in a new run."""
+        """Become the state that `dump` returned. Fields that an earlier version did not know are as in a new run."""
         with self.journal.version_errors("the snapshot"):
             dump = with_defaults(dump, self._new)
             self.ledger = Ledger(LedgerState.load(dump["ledger"]))

@@ -1,4 +1,4 @@
-"""What the master looks at every second: the silent, hangs, leases, late evaluations, disks, memory, and stalls."""
+"""The master's look at the run every second: silence, hangs, leases, late evaluations, disks, memory, and stalls."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class RunWatch:
-    """Looks after the run of `run`. remove: removes a member for a reason. `numbers`: for Prometheus."""
+    """Looks after a run. remove: removes a member for a reason. `numbers`: for Prometheus."""
 
     def __init__(self, run: RunControl, hangs: Hangs, remove: Callable[[str, str], None]) -> None:
         self._run, self._members = run, run.members
@@ -64,14 +64,14 @@ class RunWatch:
         self._remedy_stall()
 
     def _shortages(self) -> Iterator[Shortage]:
-        """Who waits for a disk now."""
+        """The shortages of disks that actors wait for now."""
         yield from filter(None, (self._run.journal.shortage, self._run.disk_retry.shortage))
         for last in self._members.heartbeats.last.values():
             if short := last.beat.shortage:
                 yield Shortage(**short.model_dump())
 
     def _record(self) -> None:
-        """Record what the master does, as a heartbeat of its own."""
+        """Record the master's activity, as a heartbeat of the master."""
         run = self._run
         counts, vital = run.admission.counts(), vitals.numbers()
         doing = "; ".join([str(run.shortage or run.progress.who_waits()), *self._hangs.alerts.values()])
@@ -101,7 +101,7 @@ class RunWatch:
                 run.changed.notify()
 
     def alerts(self) -> list[str]:
-        """What the user of the run is told on its console, in the order in which it began within each kind."""
+        """The sentences for the user of the run on the console, in the order of their beginning within each kind."""
         disks = filter(None, (self._run.folder.filling, self._disks.alert))
         pauses = filter(None, [self._run.progress.servers.pause])
         return [

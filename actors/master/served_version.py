@@ -1,6 +1,6 @@
-"""The version that users get with `gateway.serve: evaluated`: the newest that an evaluation has found good enough.
+"""The version for users with `gateway.serve: evaluated`: the newest version with a good enough evaluation.
 
-The generator that answers users holds the version until another generator holds a newer version that is good enough.
+The generator that answers users holds the version until another generator holds a newer good version.
 """
 
 import math
@@ -16,24 +16,24 @@ log = structlog.get_logger()
 
 
 class ServedVersion:
-    """Decides which generator answers users, and enters its hold in `members`."""
+    """Decides which generator answers users, and enters the hold in `members`."""
 
     def __init__(self, state: RunState, members: Members) -> None:
         self._settings, self._state, self._members = state.config.gateway, state, members
 
     @property
     def server(self) -> Member | None:
-        """The generator from which users get their answers; None: from any."""
+        """The generator that answers users; None: any generator."""
         return next((m for m in self._members.with_role("generator", healthy=False) if m.serving), None)
 
     @property
     def version(self) -> int | None:
-        """The version that users get; None: the newest, or none."""
+        """The version for users; None: the newest version, or none."""
         server = self.server
         return server.held.version if server and server.held else None
 
     def serves_at_once(self, version: int) -> bool:
-        """Whether users get this version before it is evaluated, which is so for the first version."""
+        """True if users get the version before its evaluation: the first version."""
         return version == 0 and self._settings.serve == "evaluated"
 
     def offer(self, holder: Member, result: EvaluationDone) -> bool:
@@ -41,13 +41,13 @@ class ServedVersion:
         if not self._is_good_enough(result):
             return False
         server = self.server
-        if server is not None and server.identity != holder.identity:  # it goes on once its sequences have ended
+        if server is not None and server.identity != holder.identity:  # released once its sequences have ended
             self._members.hold(server, server.held)
         self._members.hold(holder, holder.held, serving=True)
         return True
 
     def _is_good_enough(self, result: EvaluationDone) -> bool:
-        """The version is compared with the last version that was good enough, whether users got that version or not."""
+        """Compare the version with the last good version, whether users got the last good version or not."""
         least = -math.inf
         if self._settings.serve == "newest" or result.accuracy is None:
             return False

@@ -1,4 +1,4 @@
-"""Sessions of users that have ended: receipts of their rewards, the steps that trained them, and deletions."""
+"""Ended sessions of users: receipts of rewards, the steps of trained sessions, and deletions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -9,17 +9,17 @@ from actors.master.changes import Rewarded
 from areal.staleness.ledger_state import LedgerGroup
 from protocols.session_messages import Receipt
 
-# The number of entries of each kind that are kept, the newest.
+# The number of kept entries of each kind, the newest.
 RECORDS_KEPT = 10_000
 
 
 @dataclass(slots=True)
 class SessionRecords:
-    """The records of the newest sessions, for a user who asks after the end of a session.
+    """The records of the newest sessions, for users who ask after the end of a session.
 
-    receipts: the group that became ready and what the reward gave, by the session's name and a mark of the reward; and
-    the last group of a name by the name alone. trained_sessions: the name and the step of each session that was
-    trained, by its group. deleted_sessions: the groups that users had deleted.
+    receipts: the group that became ready and the value that the reward gave, by the session's name and a mark of the
+    reward; and the last group of a name by the name alone. trained_sessions: name and step of every trained session, by
+    group. deleted_sessions: the groups that users have deleted.
     """
 
     receipts: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class SessionRecords:
     deleted_sessions: dict[str, None] = field(default_factory=dict)
 
     def receipt(self, session: str, mark: str) -> Receipt | None:
-        """The receipt of the reward with this mark, of a session with this name."""
+        """The receipt of the reward with the mark `mark`, of a session with the name `session`."""
         group, _, gave = self.receipts.get(f"{session} {mark}", "").partition(" ")
         return Receipt(group=group, gave=gave) if mark and group else None
 

@@ -1,4 +1,4 @@
-"""What processes that are no members ask of the master: the status of the run, and its configuration."""
+"""Requests of processes outside the run to the master: for the status of the run, and for its configuration."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from protocols.transport import Request
 
 
 class StatusRequests(HandlesRequests):
-    """Answers monitors, and processes that are about to join. alerts: what the user of the run is told."""
+    """Answers monitors, and processes that are about to join. alerts: returns the sentences for the user of the run."""
 
     def __init__(self, run: RunControl, alerts: Callable[[], list[str]]) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""What the trainer asks of the master and tells it."""
+"""Requests of the trainer to the master."""
 
 import structlog
 
@@ -110,7 +110,7 @@ class TrainingRequests(HandlesRequests):
                 return BatchAnswer(status="waiting")
 
     def _oldest_allowed(self, batch: Batch) -> int | None:
-        """The oldest version of a token that the bound allows in a batch; None: any, or the batch is redone."""
+        """The oldest version of a token that the bound allows in a batch; None: any version, or the batch is redone."""
         groups = [group for name in batch.group_ids if (group := self._run.ledger.state.groups.get(name)) is not None]
         if not self._run.state.settings.bounds_groups or not groups:
             return None
@@ -120,7 +120,7 @@ class TrainingRequests(HandlesRequests):
     async def commit_step(self, request: Request[CommitStep]) -> Done:
         commit = request.message
         self._run.check_trainer(request, commit.lineage)
-        if self._run.unrecorded:  # a restarted master would know only the metrics of the step after it
+        if self._run.unrecorded:  # a restarted master would know only the metrics of the next step
             raise PreparingError(str(self._run.shortage or f"step {self._run.unrecorded} is not recorded yet"))
         if commit.version <= self._run.ledger.version:
             return Done()
@@ -196,7 +196,7 @@ class TrainingRequests(HandlesRequests):
         return Done()
 
     def _fail_training(self, reason: str) -> None:
-        """End the run for this reason, and say where it can go on."""
+        """End the run for `reason`, and say where the run can go on."""
         saved, folder = self._run.state.checkpoint, self._run.folder.path
         go_on = f"The last checkpoint is {saved}: resume from it with --resume {folder} and other settings."
         self._run.end_if(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")

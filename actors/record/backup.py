@@ -1,9 +1,9 @@
-"""`areal backup`: a copy of a run folder, also of a run that goes on, from which the run can be resumed.
+"""`areal backup`: a copy of a run folder, even during the run. The run can be resumed from the copy.
 
-A group is in the spool before the journal says that it is ready. It leaves the spool, an old checkpoint is removed, and
-steps are no longer redone, only after the journal says that a newer checkpoint covers them. So copies of rollouts,
-checkpoints, journal and spool, made in this order, fit together whatever is written meanwhile, unless a checkpoint is
-reported in between. Then all is copied anew.
+A group is in the spool before the journal says that the group is ready. Three things happen only after the journal says
+that a newer checkpoint covers the steps: groups leave the spool, old checkpoints are removed, and steps are no longer
+redone. So copies of rollouts, checkpoints, journal and spool, made in this order, fit together whatever is written
+meanwhile, unless a checkpoint is reported in between. After such a report the copy starts again.
 """
 
 import shutil
@@ -22,19 +22,19 @@ from areal.storage.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.run_folder import config_of_run
 from areal.weights.folders import atomic_folder, link
 
-# What belongs to the processes of a run, is made again when it is resumed, or is copied in another way.
+# Files of the run's processes, files that a resumed run makes again, and files with a copy of their own.
 ELSEWHERE = ("address", "keys", "reserve", "weights", "*.lock", "*.tmp", ".*", f"{JOURNAL}*", f"{SPOOL}*", METRICS)
-# Files in these folders are never written again, so links to them are copies.
+# Files in these folders are never written again, so links suffice as copies.
 LINKED = ("checkpoints", "rollouts", "abandoned")
 ATTEMPTS = 20
 
 
 class OvertakenError(Exception):
-    """The run has replaced what was copied while it was."""
+    """The run has replaced a file during the copy."""
 
 
 def backup(options: Namespace) -> None:
-    """Copy the folder of a run. Raises UserError if there is none, if the copy exists, or if it cannot be made."""
+    """Copy the folder of a run. Raises UserError if there is no run, if the copy exists, or if copying fails."""
     folder, copy = options.folder.absolute(), options.copy.absolute()
     config: Config = config_of_run(folder, secrets=True)
     if not (folder / JOURNAL).is_file():
@@ -53,24 +53,24 @@ def backup(options: Namespace) -> None:
 
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
-    """Copy the run into an empty folder. Returns its version."""
+    """Copy the run into an empty folder. Returns the copied version."""
     older = folder / OLDER[METRICS]
     number = older.exists() and older.stat().st_ino
     pictures = config.pictures_folder.name
-    # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
+    # A link stays a link: the maker of the folder must not choose which files of this user are in the copy.
     ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED, pictures)
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
-    copy.chmod(0o700)  # it holds completions, and perhaps secrets
+    copy.chmod(0o700)  # a run folder holds completions, and perhaps secrets
     checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version  # after the logs, which may be large
     for name in LINKED:
         _link_files(folder, copy, name)
     state = _state(config, folder / JOURNAL, copy)
-    if (folder / SPOOL).exists():  # else it is on the trainer's host
+    if (folder / SPOOL).exists():  # else the spool is on the trainer's host
         copy_store(folder / SPOOL, copy)
-    _link_files(folder, copy, pictures)  # after the spool: a picture is on disk before its group is in it
+    _link_files(folder, copy, pictures)  # after the spool: a picture is on disk before its group is in the spool
     if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
         raise OvertakenError("a checkpoint was saved meanwhile; stop the run first")
-    # The journal was copied before, and must not be the older.
+    # The journal was copied before, and must not be older than the metrics.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
     if (older.exists() and older.stat().st_ino) != number:
         raise OvertakenError(f"{older} was replaced meanwhile; stop the run first")
@@ -78,13 +78,13 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
 
 
 def _link_files(folder: Path, copy: Path, name: str) -> None:
-    """Copy a folder in `folder`, if it is there, by links to its files."""
+    """Copy a folder in `folder`, if it exists, by links to the files."""
     if (folder / name).exists():
         source, ignored = within(folder / name, folder), shutil.ignore_patterns(*ELSEWHERE)
         shutil.copytree(source, copy / name, symlinks=True, copy_function=link, ignore=ignored)
 
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:
-    """The state in a journal that may be in use. copy: a folder that gets a copy of it."""
+    """The state in a journal that may be in use. copy: a folder for a copy of the journal."""
     with journal_copy(journal, copy) as opened:
         return RunState(config, opened)

@@ -1,4 +1,4 @@
-"""The record of a run as one thing: whether a run folder has all of it."""
+"""Checks that a run folder has the whole record of a run."""
 
 import structlog
 
@@ -15,11 +15,11 @@ log = structlog.get_logger()
 
 
 def check_record(config: Config, from_step: int | None = None, agreed: bool = False) -> list[str]:
-    """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
-    trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
-    run goes back to `from_step` (agreed: see `go_back`). Returns in words how it goes back, and what is changed in the
+    """Check the folder of a run to resume. Raises UserError unless the folder has the whole record of one run with at
+    most `steps` trained steps. The journal stays unchanged, so a missing log may be put back beside it, unless the run
+    goes back to `from_step` (agreed: see `go_back`). Returns sentences on the way back, and on changes of the
     configuration."""
-    if from_step is None and not (config.folder / METRICS).exists():  # it was stopped before it began
+    if from_step is None and not (config.folder / METRICS).exists():  # the run was stopped before it began
         return []
     state, lines = _state(config), []
     if state.abandoning is None:
@@ -35,8 +35,8 @@ def check_record(config: Config, from_step: int | None = None, agreed: bool = Fa
 
 
 def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:
-    """Compare the rows with those with which the run began. Raises UserError if there are more or fewer, since each
-    index is then that of another row, and says so if they differ otherwise."""
+    """Compare the rows with the rows at the run's beginning. Raises UserError if the number of rows differs, since
+    indexes then mean other rows; logs a warning about any other difference."""
     now = source.summary()
     at_first = journal.note("data", now) if now else now
     first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]

@@ -1,7 +1,7 @@
-"""What all actors are made of: handlers of requests, signals, endings, and what a role is.
+"""The parts of all actors: handlers of requests, endings, and the interface of a role.
 
-A role is made whole: `start` gets the membership in the run, which has the configuration, makes all that the role
-needs, and then the role itself.
+A role is made whole: `start` gets the membership in the run, with the configuration, makes all parts of the role, and
+then the role.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from protocols.messages import Message
 from protocols.transport import Request
 
 CONTROL_SECONDS = 10.0
-# A parked request is answered at the latest this long before its deadline.
+# A parked request is answered at the latest this long before the request's deadline.
 PARK_MARGIN_SECONDS = CONTROL_SECONDS / 2
 
 M = TypeVar("M", bound=Message)
@@ -24,8 +24,8 @@ A = TypeVar("A")
 
 
 def handles(kind: type[M]) -> Callable[[Callable[[A, Request[M]], T]], Callable[[A, Request[M]], T]]:
-    """Mark a method as the handler of one kind of request: `async def` for one answer, an async generator for a
-    stream. It gets the `Request`."""
+    """Mark a method as the handler of a kind of request: `async def` for one answer, an async generator for a stream.
+    The method gets the `Request`."""
 
     def mark(method: Callable[[A, Request[M]], T]) -> Callable[[A, Request[M]], T]:
         method.handled_kind = kind  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def handles(kind: type[M]) -> Callable[[Callable[[A, Request[M]], T]], Callable[
 
 
 class HandlesRequests:
-    """Finds the handler of a request by the kind of its message."""
+    """Finds the handler of a request by the kind of the message."""
 
     _handlers: ClassVar[dict[type[Message], str]] = {}
 
@@ -45,11 +45,11 @@ class HandlesRequests:
         cls._handlers = cls._handlers | handlers
 
     def answers(self, message: Message) -> bool:
-        """Whether there is a handler of such messages."""
+        """Whether there is a handler for the kind of the message."""
         return type(message) in self._handlers
 
     def dispatch(self, request: Request[Message]) -> Any:
-        """The coroutine or async generator that answers the request. Raises RefusedError for a kind not served."""
+        """The coroutine or async generator that answers the request. Raises RefusedError without a handler."""
         handler = self._handlers.get(type(request.message))
         if handler is None:
             raise RefusedError(f"{type(self).__name__} does not answer {request.message.kind!r}")
@@ -63,7 +63,7 @@ class Notifier:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Call this after every change that a condition may depend on."""
+        """Call after every change that may make a condition true."""
         self._event.set()
         self._event = asyncio.Event()
 
@@ -75,15 +75,15 @@ class Notifier:
 
 
 def parked(request: Request[Any]) -> asyncio.Timeout:
-    """The timeout of a block in which a request that cannot be answered yet waits until it can."""
+    """The timeout of a block in which a request waits for its answer to become possible."""
     return asyncio.timeout(max(0.0, request.remaining - PARK_MARGIN_SECONDS))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an actor stopped. `ok`: the run reached its end, or the actor was told to leave and left. `fenced`: the
-    master no longer accepts this incarnation; a new one may join. `stopped`: a signal told it to stop before the run's
-    end. `of_run`: the master has said that the run has ended."""
+    """The reason why an actor stopped. `ok`: the run reached its end, or the actor was told to leave and left.
+    `fenced`: the master no longer accepts this incarnation; a new incarnation may join. `stopped`: a signal stopped the
+    actor before the run's end. `of_run`: the master has said that the run has ended."""
 
     ok: bool
     reason: str
@@ -94,23 +94,23 @@ class Ending:
 
 class Actor(HandlesRequests):
     """Base class of every role but the master. A subclass sets `role`, and implements `start`, `main` and `@handles`
-    methods. What this class answers holds for a role that is not made yet, too."""
+    methods. An instance of the base class stands for a role that is not made yet."""
 
     role: ClassVar[str]
     drains_at_a_stop: ClassVar[bool] = False
-    """Whether it hands over its work, too, when a signal ends the whole run."""
+    """True if the role hands over its work also when a signal ends the whole run."""
 
     @classmethod
     async def start(cls, *member: Any, **options: Any) -> Self:
-        """Make the role of a `Membership`, with all that it needs. The actor is `stale` meanwhile. options: those of
-        the process. What is to be closed at the end, also if this fails, goes into `member.used`."""
+        """Make the role of a `Membership`, with all its parts. The actor is `stale` meanwhile. options: of the process.
+        `start` enters into `member.used` what has to be closed at the end, also after a failure."""
         raise NotImplementedError
 
     async def catch_up(self) -> None:
-        """What is to be done before the work begins. The actor is `stale` meanwhile, and answers requests."""
+        """Work before `main`. The actor is `stale` meanwhile, and answers requests."""
 
     async def main(self) -> None:
-        """The work of the role. After it returns, the actor stays in the run until the run ends."""
+        """The work of the role. After `main` returns, the actor stays in the run until the run ends."""
 
     async def hand_over(self) -> None:
         """Finish or hand over the work in progress, while the actor is draining. The limit is
@@ -125,7 +125,7 @@ class Actor(HandlesRequests):
         return {}
 
     def works(self) -> tuple[Work, ...]:
-        """Works that are not marked by `Membership.working`, for the heartbeat."""
+        """Works without a `Membership.working` block, for the heartbeat."""
         return ()
 
     def engagement(self) -> Engagement | None:
@@ -133,7 +133,7 @@ class Actor(HandlesRequests):
         return None
 
     def note_loads(self, loads: LoadColumns) -> None:
-        """Called after each heartbeat of a rollout manager with the loads of the generators."""
+        """Called after every heartbeat of a rollout manager with the loads of the generators."""
 
 
 def first_error(error: BaseException) -> BaseException:

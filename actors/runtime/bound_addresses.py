@@ -30,9 +30,9 @@ from protocols.network import Network, ZmqNetwork
 from protocols.security import FILE_NAME, Keys, KeysError, make_keys
 from protocols.transport import Bus
 
-# The folder in a run folder with the keys of that run alone.
+# The folder, in a run folder, with keys for that run alone.
 OWN_KEYS = "keys"
-# After this time without a run in the folder, a role logs that it waits for one.
+# After this time without a run in the folder, a role logs that it waits.
 SILENCE_SECONDS, LOOK_SECONDS = 3.0, 0.2
 
 T = TypeVar("T")
@@ -41,8 +41,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """The address of an actor. host: name or address by which other actors reach it. bind: the interface that it
-    listens on. ports: `*` for any free port, or a range such as 20000-20100.
+    """The address of an actor. host: name or address for other actors. bind: the interface to listen on. ports: `*` for
+    any free port, or a range such as 20000-20100.
     """
 
     host: str
@@ -53,7 +53,7 @@ class ListenAddress:
     def towards(
         cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*"
     ) -> "ListenAddress":
-        """That of an actor of this master's run. By default, `host` and `bind` are the address of the interface
+        """The address of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)
         listens = bind or (host if host and is_number(host) else nearest)
@@ -65,7 +65,7 @@ class ListenAddress:
         return f"tcp://{self.bind}:{self.ports}"
 
     def reached_at(self, bound: str) -> str:
-        """The address to announce to other actors, for the address that was actually bound."""
+        """The address to announce to other actors, given the bound address."""
         return f"tcp://{self.host}:{bound.rpartition(':')[2]}"
 
 
@@ -79,8 +79,8 @@ def check_place(index: int | None, ports: str) -> None:
 
 
 def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
-    """The network of an actor that listens on, or connects to, `hosts`, with the keys in the folder `keys`, or else in
-    the one that AREAL_KEYS names. Raises UserError if there is none, or if the keys cannot be read."""
+    """The network of an actor that listens on, or connects to, `hosts`. The keys are in the folder `keys`, or else in
+    the folder AREAL_KEYS. Raises UserError without a folder, or if the keys cannot be read."""
     if folder := keys or os.environ.get(KEYS):
         with explain(KeysError, "{why}"):
             return ZmqNetwork(Keys(Path(folder)))
@@ -96,12 +96,12 @@ def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
 
 
 def new_bus(name: str, network: Network) -> Bus:
-    """The bus of a process with this name, role/index. A random mark tells it from earlier processes of the name."""
+    """The bus of a process with this name, role/index. A random mark distinguishes earlier processes of the name."""
     return Bus(f"{name}#{secrets.token_hex(4)}", network)
 
 
 def check_keys(config: Config) -> bool:
-    """Whether a run that this process starts makes keys of its own. Raises UserError if it lacks those it needs."""
+    """True if a run that this process starts makes its own keys. Raises UserError if needed keys are missing."""
     host = host_of(config.master.address)
     if is_loopback(host) and not os.environ.get(KEYS):
         return True
@@ -112,8 +112,8 @@ def check_keys(config: Config) -> bool:
 def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     """Claim the folder of a run that this process starts, until the process ends. Returns the network of the run.
 
-    If all its actors are on this machine and the user has given no keys, the run gets keys of its own, in its folder,
-    which AREAL_KEYS names from then on. Raises UserError.
+    If all actors are on this machine and the user has given no keys, the run makes keys in the run folder, and
+    AREAL_KEYS names their folder from then on. Raises UserError.
     """
     host = host_of(config.master.address)
     makes_keys = check_keys(config)  # before anything is changed
@@ -138,11 +138,11 @@ def find_master(master: str, patience: float) -> str:
 
 def locate(master: str, patience: float) -> tuple[str, Path | None]:
     """The address of the master that the user has given: an address, or the folder of a run on this machine. For a
-    folder, wait for a run to begin there; then also the folder of that run's own keys, unless the user has given
-    others. Raises UserError if none begins within `patience` seconds."""
+    folder, wait for a run to begin there, and also return the folder of the run's own keys, unless the user has given
+    keys. Raises UserError if no run begins within `patience` seconds."""
     folder = Path(master)
     if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
-        _wait(lambda: _is_known(master), patience, f"waiting for the name in {master}")  # `host_towards` says so
+        _wait(lambda: _is_known(master), patience, f"waiting for the name in {master}")  # `host_towards` raises
         return master, None
     if claimed_address(folder) is None:
         log.warning(
@@ -162,16 +162,16 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
 
 
 def _is_known(master: str) -> bool | None:
-    """None while the name of the master's host is not known: a cluster may give it only once the master is up."""
+    """None while the name of the master's host is unknown: a cluster may give it only once the master is up."""
     try:
         host_towards(master)
-    except UserError as error:  # who needs the address gets it, too
+    except UserError as error:  # the caller that needs the address gets the error, too
         return None if isinstance(error.__cause__, socket.gaierror) else False
     return True
 
 
 def _wait(look: Callable[[], T | None], patience: float, warning: str) -> T | None:
-    """What `look` returns once it is something; None after `patience` seconds, in which the warning is logged once."""
+    """The first value of `look` other than None; None after `patience` seconds. Logs the warning once."""
     start, warns = time.monotonic(), True
     while (value := look()) is None and (waited := time.monotonic() - start) < patience:
         if waited > SILENCE_SECONDS and warns:

@@ -1,4 +1,4 @@
-"""The tools around a run: `areal eval`, which starts one, `areal health` and `areal keys`."""
+"""The tools around a run: `areal eval` starts a run without steps; `areal health` and `areal keys`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What an actor knows of its run: the members and the newest published policy."""
+"""The run as an actor sees it: the members and the newest published policy."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Directory:
-    """`members`: by identity. `changed`: notified after each change."""
+    """`members`: by identity. `changed`: notified after every change."""
 
     def __init__(self, policy: Policy, members: Iterable[Member] = ()) -> None:
         self.policy = policy
         self.members = {member.identity: member for member in members}
         self.changed = Notifier()
-        self._with_role: dict[tuple[str, bool], list[Member]] = {}  # until the next change: a call asks each time
+        self._with_role: dict[tuple[str, bool], list[Member]] = {}  # until the next change: every call asks for members
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         key = (role, healthy)
@@ -26,16 +26,16 @@ class Directory:
         return self._with_role[key]
 
     async def until(self, condition: Callable[[], T]) -> T:
-        """The first true value of `condition`, which depends on the members or the policy."""
+        """The first true value of `condition`, a function of the members or the policy."""
         return await self.changed.until(condition)
 
     def take_policy(self, policy: Policy) -> None:
-        """Keep this policy, unless it is older than the newest one: an event may be late."""
+        """Keep this policy, unless a newer policy is known: an event may be late."""
         if policy.identity > self.policy.identity:
             self.policy = policy
 
     def update(self, changed: Mapping[str, Member], gone: Iterable[str]) -> list[Member]:
-        """Returns those that are gone now."""
+        """Returns the members that are gone now."""
         self._with_role.clear()
         self.members |= changed
         return [self.members.pop(identity) for identity in gone if identity in self.members]

@@ -11,8 +11,8 @@ from protocols.transport import Bus
 
 
 class EventFeed:
-    """Follows the master's events, from a snapshot on, and keeps `directory`. `sequence`: number of the last event that
-    is known. on_end: called when the run has ended."""
+    """Follows the master's events from a snapshot on, and keeps `directory`. `sequence`: number of the last known
+    event. on_end: called when the run has ended."""
 
     def __init__(self, bus: Bus, master: str, snapshot: Snapshot, on_end: Callable[[Shutdown], None]) -> None:
         self.directory = Directory(snapshot.policy)
@@ -47,7 +47,7 @@ class EventFeed:
                 self._update({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
                 self._on_end(event)
-        if sequence == self.sequence + 1:  # after a gap, only a snapshot has what was missed
+        if sequence == self.sequence + 1:  # after a gap, only a snapshot has the lost changes
             self.sequence = sequence
         self.directory.changed.notify()
 

@@ -12,22 +12,22 @@ from structlog.typing import EventDict
 from areal.base.text import shown
 from areal.storage.disk import Backlog
 
-# A file that has grown to this size is renamed to NAME.1, in place of an older one.
+# A file of this size is renamed to NAME.1, in place of an older NAME.1.
 LIMIT_BYTES = 32 << 20
 
 _file: Backlog | None = None
 
 
 def log_file(path: Path) -> Backlog:
-    """A file to which lines are appended. It and the file NAME.1 keep the newest LIMIT_BYTES to twice that. Lines that
-    a full disk refuses are written later."""
+    """A file that takes lines. The file and NAME.1 together keep the newest LIMIT_BYTES to twice as much. Lines that a
+    full disk refuses are written later."""
     file = Backlog(path, path.with_name(f"{path.name}.1"), LIMIT_BYTES)
-    file.append([])  # the file is there from the start, also if nothing is logged
+    file.append([])  # the file is there from the start, even if nothing is logged
     return file
 
 
 def configure_logging(name: str, level: int = logging.INFO) -> None:
-    """Set up structlog for this process. Every line has the field `actor`, which is `name`."""
+    """Set up structlog for this process. Every line has the field `actor` with the value `name`."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

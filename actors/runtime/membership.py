@@ -1,12 +1,12 @@
-"""An actor's place in the run: it joins, makes its role, beats, follows the master's events, drains and leaves.
+"""An actor's place in the run: joining, the role, heartbeats, the master's events, draining and leaving.
 
 An actor stops in these cases:
 
-* it is told to (SIGTERM, SIGINT, SIGHUP) and has handed over its work;
+* a signal (SIGTERM, SIGINT, SIGHUP) stops the actor, which first hands over its work;
 * the master says that the run has ended;
-* the master has been silent for `master.lost_seconds`; a master that is restarted within that time is accepted;
-* the master has fenced it: the master refuses its requests, and another process may have its place;
-* its own code fails.
+* the master has been silent for `master.lost_seconds`; a master restarted within that time is accepted;
+* the master has fenced the actor: the master refuses its requests, and another process may have its place;
+* the actor's own code fails.
 
 No task outlives `Membership.run`. While an actor is in the run it has these loops, besides those of its role:
 
@@ -64,15 +64,15 @@ from protocols.network import Network
 from protocols.transport import Bus, Request, ask_until
 
 JOIN_SECONDS = 10.0
-# After this time without an answer to the first request, the actor logs that it is waiting for the master.
+# After this time without an answer to the first request, the actor logs that it waits for the master.
 SILENCE_SECONDS = 3.0
-# How often the wait for a master that prepares the run is logged.
+# The interval of log lines while the master prepares the run.
 PREPARING_TOLD_SECONDS = 60.0
 HEARTBEAT_SECONDS = 1.0
 LEAVE_SECONDS = 2.0
-# Timeout of closing what the role used: the whole shutdown has to fit into ten seconds.
+# Timeout of closing the role's resources: the whole shutdown has to fit into ten seconds.
 TEARDOWN_SECONDS = 6.0
-# Number of spans kept between two heartbeats; older ones are dropped.
+# Number of spans kept between two heartbeats; older spans are dropped.
 SPANS_KEPT = 64
 
 Ask = Callable[..., Awaitable[Any]]
@@ -96,11 +96,11 @@ class _Stopped(Exception):
 
 
 class Membership:
-    """An actor's place in a run. A role gets it when it is made, and hands its parts what they use of it.
+    """An actor's place in a run. A role gets the membership at its making, and hands its parts only what they use.
 
-    Once the actor has joined, `config` is the configuration of the run, `directory` what is known of the run, `works`
-    what the actor works on, and `disk` waits for room on its disk. `used` is closed when the actor ends. `outcome`: the
-    end of the sentence that says why it has left. `alert`: what the user of the run is told on its console.
+    Set once the actor has joined: `config`, the configuration of the run; `directory`, the members and the policy;
+    `works`, the actor's work in progress; `disk`, which waits for room on the actor's disk. `used` is closed when the
+    actor ends. `outcome`: the end of the sentence on why the actor left. `alert`: a sentence for the user.
     """
 
     config: Config
@@ -120,11 +120,11 @@ class Membership:
         own_process: bool = True,
         **options: Any,
     ) -> None:
-        """patience: seconds to wait for the master to answer the first request. own_process: whether the actor has the
-        process for itself, and so may settle it and leave on its signals. options: of the role."""
+        """patience: seconds to wait for the master's answer to the first request. own_process: True if the process is
+        the actor's alone, so that the actor may settle it and obey its signals. options: of the role."""
         self.kind, self.bus, self.master, self.index = kind, bus, master, index
         self.listen_address = listen_address or ListenAddress.towards(master)
-        self.role = Actor()  # until it is made
+        self.role = Actor()  # until the role is made
         self.state: State = "starting"
         self.activity = "starting"
         self.outcome = self.alert = ""
@@ -137,23 +137,22 @@ class Membership:
         loop = asyncio.get_running_loop()
         self.works = Works(loop.time)
         self.stopped: asyncio.Future[Ending] = loop.create_future()
-        # Set by callbacks. They must not start tasks themselves, because the task group may already be ending.
+        # Set by callbacks. Callbacks must not start tasks, because the task group may already be ending.
         self.leave_sign: asyncio.Future[Ending] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._parts: dict[HandlesRequests, None] = {}
-        self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
-        self._master_waits = 0.0  # when the master has last said that it cannot answer yet, by the loop's clock
+        self._numbers: dict[str, float] = {}  # for Prometheus, updated with every heartbeat
+        self._master_waits = 0.0  # when the master last answered that it cannot answer yet, by the loop's clock
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._tasks: asyncio.TaskGroup | None = None
 
     # --- what roles and their parts use
 
     async def ask_master(self, message: Message, answer: type[M], park: float = 0.0) -> M:
-        """The master's answer to `message`. The request is resent until a master answers, also a restarted one.
+        """The master's answer to `message`. The request is resent until a master answers, perhaps after a restart.
 
-        park: seconds for which the master may keep the request until it can answer. Raises BusError, and
-        MasterLostError after `master.lost_seconds` of silence. A master that says that it waits for its disk is not
-        silent.
+        park: seconds for which the master may keep the request before it answers. Raises BusError, and MasterLostError
+        after `master.lost_seconds` of silence. A master that reports a wait for its disk is not silent.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -177,9 +176,9 @@ class Membership:
         return result
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError in an ending actor."""
+        """Run `work` concurrently with `main`. An exception fails the actor. Raises BusyError in an ending actor."""
         if self._tasks is not None:
-            with contextlib.suppress(RuntimeError):  # its tasks are being cancelled
+            with contextlib.suppress(RuntimeError):  # the group's tasks are being cancelled
                 return self._tasks.create_task(work, name=name)
         work.close()
         raise BusyError("this actor is ending")
@@ -194,14 +193,14 @@ class Membership:
         """Mark the block as work of this actor: the master counts a run as stalled only while no actor works. A block
         that waits for other actors is not work.
 
-        kind: of works that take about as long. The master ends an actor whose work stands still for far longer than
-        those of this kind before; empty if the block has deadlines of its own. evidence: moves while the work is alive.
+        kind: works of a kind take about as long. The master ends an actor whose work stands still for far longer than
+        earlier works of the kind; empty if the block has deadlines of its own. evidence: moves with the work.
         """
         return self.works.working(what, kind, evidence)
 
     async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any, optional: bool = False) -> T:
-        """Do a write in a thread, and again until the disk has room for it. what: is written; a kind of work of its
-        own, as some take longer than others. optional: nobody waits for it for good, so it never counts as a hang."""
+        """Do a write in a thread, and repeat it until the disk has room. what: the written thing, also the kind of
+        work, since durations differ. optional: nobody needs the write in the end, so it never counts as a hang."""
         with self.working(f"writing {what}", "" if optional else what, lambda: DiskRetry.refusals):
             return await self.disk.write(lambda: asyncio.to_thread(write, *arguments), what)
 
@@ -211,13 +210,13 @@ class Membership:
         self._spans.append(Span(name=what, began=began, seconds=seconds))
 
     async def become_healthy(self) -> None:
-        """Become healthy, and send a heartbeat at once, because other actors wait for it."""
+        """Become healthy, and send a heartbeat at once: other actors wait for the actor."""
         self.settle()
         self.state = "healthy"
         await self.beat()
 
     def settle(self) -> None:
-        """Move the process to the cores that are meant for it."""
+        """Move the process to the cores meant for actors."""
         if self._own_process:
             settle(CORES)
 
@@ -227,7 +226,7 @@ class Membership:
             self.stopped.set_result(ending)
 
     def leave(self, by: str) -> None:
-        """Have the actor hand over its work and leave the run. A second call ends it at once."""
+        """Have the actor hand over its work and leave the run. A second call ends the actor at once."""
         ending = Ending(True, f"told to leave by {by}", stopped=True)
         if self.leaving or not self._drain(ending):
             self.stop(ending)
@@ -239,7 +238,7 @@ class Membership:
     # --- life
 
     async def run(self) -> Ending:
-        """Join, work and leave. Returns why. Raises what the role's code raised, and UserError if no master answers."""
+        """Join, work and leave. Returns the ending. Raises the role's exceptions, and UserError without a master."""
         loop = asyncio.get_running_loop()
         for sign in stop_signals() if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
@@ -294,7 +293,7 @@ class Membership:
         self.config = from_message(welcome.config)
         name = actor_name(welcome.identity)
         self.index = int(name.split("/")[1])
-        # Another one at each start, or an engine would draw the random numbers again that it began with.
+        # Different at each start: with the same seed an engine would repeat its random numbers.
         self.engine_seed = crc32(f"{self.config.seed}/{name}/{welcome.start}".encode())
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
@@ -307,7 +306,7 @@ class Membership:
         await self._events.take(welcome.snapshot)
 
     async def _live(self) -> Ending:
-        """Raises what the role's own code raised."""
+        """Raises exceptions of the role's code."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self.spawn(self._heartbeat(), "heartbeat")
@@ -339,7 +338,7 @@ class Membership:
         await self.role.main()
 
     async def _tell_master(self, reason: str) -> None:
-        """The actor leaves, for this reason."""
+        """Tell the master that the actor leaves, and the reason."""
         with contextlib.suppress(BusError):
             await self.ask(self.master, Leave(reason=text_of(reason)), Message, LEAVE_SECONDS)
 
@@ -351,7 +350,7 @@ class Membership:
             self._crash.set_exception(error)
 
     def _drain(self, ending: Ending) -> bool:
-        """End the actor once it has handed over its work. Returns False if there is none: it has not started yet."""
+        """End the actor after a hand-over of its work. Returns False if the actor is still starting."""
         if self.state == "healthy":
             self.state = "draining"
             self.leave_sign.set_result(ending)
@@ -387,7 +386,7 @@ class Membership:
             self.works.look()
 
     async def beat(self) -> None:
-        """Send a heartbeat. Raises BusError, and FencedError if another process has this one's place."""
+        """Send a heartbeat. Raises BusError, and FencedError if another process has this actor's place."""
         short, role = self.disk.shortage, self.role
         beat = Heartbeat(
             state=self.state,
@@ -410,12 +409,12 @@ class Membership:
         if answer.loads is not None:
             self.role.note_loads(answer.loads)
         if answer.sequence > self._events.sequence:
-            # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
+            # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in all cases.
             await self._events.take(await self.ask_master(AskSnapshot(), Snapshot))
 
 
 async def first_answer(bus: Bus, master: str, message: Message, patience: float) -> Any:
-    """The master's answer to the first request. While the master says that it is preparing, wait without a deadline.
+    """The master's answer to the first request. There is no deadline while the master answers that it is preparing.
     Raises UserError if no answer comes within `patience` seconds, or if the master refuses."""
     loop = asyncio.get_running_loop()
     telling = loop.call_later(

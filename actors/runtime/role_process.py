@@ -1,4 +1,4 @@
-"""One role on this machine, as a child process of the supervisor: its starts, its output, its deaths."""
+"""A role on this machine, as a child process of the supervisor: starts, output, deaths."""
 
 import asyncio
 import contextlib
@@ -28,18 +28,22 @@ LONGEST_PAUSE_SECONDS = 30.0
 STEADY_SECONDS = 60.0
 SOUND_SECONDS = 600.0
 DEATHS_IN_VAIN = 5
-# How long to read a dead child's output if a process that the child left behind still holds the pipe open.
+# How long to read a dead child's output while a process left behind by the child holds the pipe open.
 LAST_WORDS_SECONDS = 1.0
-# The time that an actor which is no member any more has to end.
+# The time that a former member has to end.
 FENCED_SECONDS = 15.0
 
 
 @dataclass(slots=True)
 class Deaths:
-    """Counts the deaths of one child, for the pause before its restart and for the decision to give up.
+    """Counts the deaths of a child, for the pause before a restart and for the decision to give up.
 
     early: deaths in a row within STEADY_SECONDS of a start. in_vain: deaths in a row within SOUND_SECONDS of a start,
-    without a trained step between them. progress: as given to `pause` at the last death.
+    without a trained step between them. progress: the argument of `pause` at the last death.
+
+    >>> deaths = Deaths()
+    >>> [deaths.pause(lived=1.0, progress=0) for _ in range(5)]
+    [0.5, 1.0, 2.0, 4.0, None]
     """
 
     early: int = 0
@@ -47,11 +51,11 @@ class Deaths:
     progress: int = 0
 
     def pause(self, lived: float, progress: int) -> float | None:
-        """To be called after each death. Returns the seconds until the next start; None: do not start it again.
+        """Count a death. Returns the seconds until the next start; None: do not restart the child.
 
-        lived: seconds since its start. progress: any number that grows with each trained step.
+        lived: seconds since the start. progress: any number that grows with every trained step.
         """
-        self.early = 1 if lived >= STEADY_SECONDS else min(self.early + 1, 100)  # beyond that, no pause is longer
+        self.early = 1 if lived >= STEADY_SECONDS else min(self.early + 1, 100)  # more deaths make no longer pause
         self.in_vain = 1 if lived >= SOUND_SECONDS or progress != self.progress else self.in_vain + 1
         self.progress = progress
         if self.in_vain >= DEATHS_IN_VAIN:
@@ -61,7 +65,7 @@ class Deaths:
 
 @dataclass(slots=True)
 class Child:
-    """One role of this machine, over all its restarts: its current process, and the last lines of that one's output."""
+    """A role on this machine, over all restarts: the current process, and the last lines of its output."""
 
     role: str
     index: int
@@ -69,12 +73,12 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     pump: asyncio.Task[None] | None = None
     starts: int = 0
-    failed: bool = False  # the run, as it has said at its end
+    failed: bool = False  # the run has failed, by the child's exit code
     deaths: Deaths = field(default_factory=Deaths)
-    began: float = 0.0  # when this process was started
-    memory_kills: int = 0  # on this machine until then
-    identity: str = ""  # as which this process is a member of the run, or was
-    absent_since: float | None = None  # when it was first seen to be no member any more
+    began: float = 0.0  # when the current process was started
+    memory_kills: int = 0  # on this machine before the current process
+    identity: str = ""  # identity of the current process as a member of the run, perhaps a former member
+    absent_since: float | None = None  # since when the current process is no member any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     @property
@@ -86,10 +90,10 @@ class Child:
         return self.process if self.process is not None and self.process.returncode is None else None
 
     def has_left(self, members: Mapping[str, float], now: float) -> bool:
-        """To be called at each look with the members of the run, and the seconds for which each was silent. True once
-        the process has been none for so long that it should have ended."""
+        """Look at the members of the run; `members` maps identities to seconds of silence. True once the process has
+        been no member for so long that it should have ended."""
         for identity, silent in members.items():
-            # Who was last heard of before this process was started is one before it.
+            # A member silent since before the start of this process is an earlier process.
             if actor_name(identity) == self.name and silent < now - self.began:
                 self.identity = identity
         if not self.identity or self.identity in members:
@@ -104,14 +108,14 @@ class Child:
 
     @property
     def killed_for_memory(self) -> str:
-        """A sentence if this process, or one that it had started, may have been killed for lack of memory."""
+        """A sentence if the kernel may have killed this process, or a process below it, for lack of memory."""
         kills = memory_kills() - self.memory_kills
         return f". Since its start the kernel has killed {kills} for lack of memory: see `dmesg`" if kills else ""
 
     async def start(
         self, command: list[str], environment: Mapping[str, str], folder: Callable[[], Path | None]
     ) -> None:
-        """Start a process. folder: the run's, once it is known; all output goes into a file there.
+        """Start a process. folder: returns the run folder, once known; a file there gets all output.
 
         Raises OSError, for instance if the machine has no process left."""
         self.starts += 1
@@ -127,17 +131,17 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=writing,
                 stderr=asyncio.subprocess.STDOUT,
-                # Some tasks of reasoning_gym give the same rows in two processes only with the same hash seed.
+                # Some tasks of reasoning_gym give two processes the same rows only with the same hash seed.
                 env={**os.environ, SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0", **environment},
-                start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops the children in order
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, who stops the children in order
             )
         finally:
             os.close(writing)
 
     async def until_ended(self) -> int:
-        """Wait until the process has ended, and kill the processes that it left behind. Returns its exit code."""
+        """Wait until the process has ended, and kill processes left behind. Returns the exit code."""
         process, pump = self.process, self.pump
-        assert process is not None and pump is not None  # it was started
+        assert process is not None and pump is not None  # the process was started
         code = await process.wait()
         kill_group(process)
         await asyncio.wait([pump], timeout=LAST_WORDS_SECONDS)
@@ -145,11 +149,11 @@ class Child:
         return code
 
     def kill(self, why: str, say: Callable[[str], None]) -> None:
-        """Kill the process, if it runs, and its children. say: prints the reason."""
+        """Kill a running process and its children. say: prints the reason."""
         if process := self.running:
             say(f"{self.name} is killed: {why}")
             kill_group(process)
-            self.memory_kills = memory_kills()  # those of the kernel before are not why it dies
+            self.memory_kills = memory_kills()  # earlier kills by the kernel are not the cause
 
     async def _pump(self, pipe: IO[bytes], folder: Callable[[], Path | None]) -> None:
         """Read the output. `tail` gets the last lines, and the run folder, once there, gets all lines."""
@@ -163,17 +167,16 @@ class Child:
                 if out is None and (run := folder()) is not None:
                     out = log_file(run / "logs" / f"{self.role}-{self.index}.out")
                     out.append(f"{text}\n" for text in self.tail)
-                # Python's tracker of semaphores warns once the process is dead: that says nothing of why.
+                # Python's tracker of semaphores warns after the death of the process, without a hint of the cause.
                 self.tail.extend(line for line in lines if "resource_tracker" not in line)
                 if out is not None:
                     out.append(f"{text}\n" for text in lines)
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
-    """The lines of an output, all that have come at a time: a child may print a gigabyte, and waits for who reads it.
-    Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
-    cut."""
-    begun = b""  # the last line, whose end has not come yet
+    """The lines of an output in batches: a child may print a gigabyte, and waits for its reader. Lines longer than
+    LONGEST_LINE_BYTES, such as a progress bar's, are cut."""
+    begun = b""  # the last line, still without its end
     while data := await reader.read(READ_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
@@ -184,7 +187,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
 
 
 def how_it_ended(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """The end of a process in words, by the exit code."""
     if code == LEFT:
         return "was told to leave by another program (SIGTERM)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

@@ -1,4 +1,4 @@
-"""What the supervisor sees of a run by asking its master for the status, again and again."""
+"""The supervisor's view of a run: the status, asked of the master again and again."""
 
 import asyncio
 import math
@@ -16,12 +16,12 @@ from protocols.membership_messages import AskStatus
 from protocols.transport import Bus, ask_until
 
 ASK_SECONDS = 2.0
-# The interval of looks at the status of the run: at first, by how much each is longer than the one before, at last.
+# The interval of looks at the status of the run: the first interval, its growth, and the longest interval.
 FIRST_LOOK_SECONDS, LOOK_GROWTH, LOOK_SECONDS = 0.25, 1.02, 2.0
 
 
 class StatusWatch:
-    """Asks the master at `address`, which is the child `master`. say: prints a line on the console."""
+    """Asks the master at `address`, the child `master`. say: prints a line on the console."""
 
     def __init__(self, bus: Bus, address: str, master: Child, say: Callable[[str], None]) -> None:
         self._bus, self._address, self._master = bus, address, master
@@ -30,8 +30,8 @@ class StatusWatch:
         self._alerts: set[str] = set()
 
     async def until_answers(self) -> None:
-        """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
-        model. Raises ProtocolVersionError if the process at the address is of another version of this program."""
+        """Wait until the master answers. Meanwhile show the master's output: it may first have to make the quickstart's
+        model. Raises ProtocolVersionError if the process at the address has another version of this program."""
         showing = asyncio.create_task(self._show_last_lines())
 
         def again(error: BusError) -> bool:
@@ -46,19 +46,19 @@ class StatusWatch:
         last, tail = "", self._master.tail
         while True:
             await asyncio.sleep(0.2)
-            if tail and tail[-1] != last and "[info " not in tail[-1]:  # what the log has
+            if tail and tail[-1] != last and "[info " not in tail[-1]:  # lines of the log are not shown
                 last = tail[-1]
                 self._say(last)
 
     async def repeat(self, config: Config, console: Console, children: Sequence[Child], skipped: int) -> None:
-        """Show the status on `console`, print alerts when they begin, on any kind of console, and kill children that
-        have lost their place in the run and do not end, and a master that has stopped to answer, before all others
-        leave it. skipped: number of steps that an earlier start has shown."""
+        """Show the status on `console`, print new alerts on any kind of console, and kill children that have lost their
+        place in the run and do not end. Also kill a master that no longer answers, before all other actors leave it.
+        skipped: number of steps that an earlier start has shown."""
         make = extensions.part_of("terminal", "display")
         self._display = make and make(console, config, skipped, self._say)
         longest = (self._display and self._display.seconds) or LOOK_SECONDS
         pause, patience, loop = FIRST_LOOK_SECONDS, config.master.lost_seconds / 2, asyncio.get_running_loop()
-        answering, answered = 0, loop.time()  # the start of the master that has answered last, and when it did
+        answering, answered = 0, loop.time()  # the start of the master that last answered, and the time of that answer
         self._show("begin")
         try:
             while True:
@@ -66,7 +66,7 @@ class StatusWatch:
                 await asyncio.sleep(pause)
                 try:
                     status = await status_of(self._bus, self._address, ASK_SECONDS)
-                except BusError as error:  # it is asked again
+                except BusError as error:  # the next look asks again
                     self._show("show_silence", error)
                     if answering == self._master.starts and loop.time() - answered > patience:
                         self._master.kill(f"it has not answered for {patience:g} s", self._say)
@@ -79,11 +79,11 @@ class StatusWatch:
             self._show("end")
 
     def _show(self, method: str, *values: Any) -> None:
-        """Call a method of the display, if there is one."""
+        """Call a method of the display, if there is a display."""
         if self._display is not None:
             try:
                 getattr(self._display, method)(*values)
-            except Exception as error:  # whatever it is, the run needs no display
+            except Exception as error:  # the run needs no display, so no error of the display matters
                 self._display = None
                 self._say(f"the display of the run has failed; the run continues: {error!r}")
 

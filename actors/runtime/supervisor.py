@@ -1,25 +1,24 @@
-"""The supervisor: starts roles as processes on this machine, and restarts those that die.
+"""The supervisor: starts roles as processes on this machine, and restarts dead processes.
 
-It starts each role with the command line that a user would type. The exit code of a process (a child) means:
+A role is started with the command line that a user would type. The exit codes of a process (a child):
 
-    0       of the master: the run reached its end. Of another role: so the master said, which ends itself soon; if it
-            does not, a plug-in has ended the process, and it died
-    1       of the master: the run failed, and the last line of its output says why. Of another role: it died
-    2       at its first start, before a step was trained: something that the user supplied has to be changed, and the
-            run ends. Later: it died
-    3       the master has fenced it; it is restarted at once
-    5       somebody else than the supervisor sent it SIGTERM, and it has handed over its work; it is restarted as if it
-            had died
+    0       master: the run reached its end. Another role: the master has ended the run, and ends soon. If the master
+            does not end, a plug-in has ended the process, and the end counts as a death
+    1       master: the run failed, and the last line of the output has the reason. Another role: a death
+    2       first start, before a step was trained: the user has to change something, and the run ends. Later: a death
+    3       the master has fenced the process; it is restarted at once
+    5       somebody else than the supervisor sent SIGTERM, and the process has handed over its work; it is restarted
+            as after a death
     6       the master has said that the run failed, or was stopped
-    others  it died
+    others  a death
 
-A supervised master is stopped by SIGINT, and no run ends for a SIGTERM that only the master gets.
+SIGINT stops a supervised master, and no run ends for a SIGTERM that only the master gets.
 
-A child that died is restarted after half a second. Each further death within a minute of the child's start doubles the
-pause, up to half a minute. The supervisor ends the run when one child dies for the fifth time in a row, each time
-within ten minutes of its start, and without a trained step since the death before. A restarted master continues with
-its journal, if it has begun one, and the other roles wait for it meanwhile. Once summary.json exists, the run has
-ended, and the supervisor starts no more processes.
+A dead child is restarted after half a second. Every further death within a minute of the child's start doubles the
+pause, up to half a minute. The supervisor ends the run when a child dies for the fifth time in a row, each time within
+ten minutes of its start, and without a trained step since the death before. A restarted master continues with its
+journal, if any, and the other roles wait for the master meanwhile. Once summary.json exists, the run has ended, and the
+supervisor starts no more processes.
 """
 
 import asyncio
@@ -56,12 +55,12 @@ from protocols.bus_errors import ProtocolVersionError
 from protocols.network import Network
 
 QUOTED_LINES = 15
-# Shutdown: the supervisor stops the master, which tells the other roles to leave. After FAREWELL_SECONDS the supervisor
-# sends SIGTERM to the processes that are left, and STOP_SECONDS after the beginning it kills the rest. If a signal told
-# it to stop, the trainer has `master.drain_seconds` before that, until a second signal comes.
+# Shutdown: the supervisor stops the master, and the master tells the other roles to leave. After FAREWELL_SECONDS the
+# supervisor sends SIGTERM to the remaining processes, and STOP_SECONDS after the beginning it kills the rest. After a
+# signal to the supervisor, the trainer has `master.drain_seconds` before that, until a second signal comes.
 FAREWELL_SECONDS = 4.0
 STOP_SECONDS = 10.0
-# How long the master may take to end after the first of the other roles, which is when it has written the summary.
+# How long the master may take to end after the first other role has ended, when the summary is written.
 END_SECONDS = 6.0
 
 
@@ -71,7 +70,7 @@ def role_command(role: str, arguments: list[str]) -> list[str]:
 
 
 class Supervisor:
-    """Runs roles until one of them ends the run. No child outlives it, also if it fails. It can be used once."""
+    """Runs roles until a role ends the run. No child outlives the supervisor. To be used once."""
 
     def __init__(
         self,
@@ -79,22 +78,22 @@ class Supervisor:
         command: Callable[[str, list[str]], list[str]] = role_command,
         environments: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """environments: variables to add to the environment of each actor, by its name, such as `generator/0`."""
+        """environments: variables to add to an actor's environment, by the actor's name, such as `generator/0`."""
         self.console = console
         self._environments = environments or {}
         self.children: list[Child] = []
         self.user_error = False
         self._command = command
         self._master: Child | None = None
-        self._folder: Path | None = None  # the run's, once the master has made it
-        self._progress_before = 0  # what `_progress` was when the supervisor began
+        self._folder: Path | None = None  # the run folder, once the master has made it
+        self._progress_before = 0  # the value of `_progress` when the supervisor began
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[Ending] = loop.create_future()
         self._hurry: asyncio.Future[None] = loop.create_future()
         self._drain_seconds = 0.0
 
     async def run_everything(self, config: Config, options: list[str], network: Network) -> Ending:
-        """Run all roles of a run on this machine. Its folder has the configuration. Returns how the run ended.
+        """Run all roles of a run on this machine. The run folder has the configuration. Returns the end of the run.
 
         options: further arguments of all roles but the master.
         """
@@ -128,8 +127,8 @@ class Supervisor:
     async def run_roles(
         self, roles: list[str], arguments: list[str], further: Mapping[str, list[str]], drain_seconds: float = 0.0
     ) -> Ending:
-        """Run several roles of a run whose master is on another machine. further: more arguments, by role.
-        drain_seconds: that of the run."""
+        """Run several roles of a run with a master on another machine. further: more arguments, by role. drain_seconds:
+        of the run's configuration."""
         self._drain_seconds = drain_seconds
 
         async def work() -> None:
@@ -151,7 +150,7 @@ class Supervisor:
     # --- the run
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> Ending:
-        """Do `work` until `_finish` is called, then stop all children. Raises what `work` raises."""
+        """Do `work` until `_finish` is called, then stop all children. Raises exceptions of `work`."""
         working = asyncio.create_task(work, name="supervision")
         ends: list[asyncio.Future[Any]] = [working, self._over]
         try:
@@ -178,19 +177,19 @@ class Supervisor:
     # --- children
 
     def _add(self, tasks: asyncio.TaskGroup, role: str, index: int, arguments: list[str]) -> Child:
-        """Keep one more child, in a task of its own."""
+        """Keep a further child, in its own task."""
         self.children.append(child := Child(role, index, arguments))
         tasks.create_task(self._keep(child), name=child.name)
         return child
 
     async def _keep(self, child: Child) -> None:
-        """Start a child, and restart it whenever it dies. Returns once it is not to be restarted any more."""
+        """Start a child, and restart it after every death. Returns once no restart is due any more."""
         loop, command = asyncio.get_running_loop(), self._command(child.role, child.arguments)
         environment = self._environments.get(child.name, {})
         while True:
             try:
                 await child.start(command, environment, lambda: self._folder)
-            except OSError as error:  # the machine has no process left for it, for instance
+            except OSError as error:  # for instance, the machine has no process left
                 child.tail.append(f"it could not be started: {error}")
                 code = ERROR
             else:
@@ -213,7 +212,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
-        """How the run ended, if the end of this child ends it; else None."""
+        """The end of the run, if the end of this child ends the run; else None."""
         firsts = child.starts == 1 and (self._master is None or self._master.starts == 1)
         if code == USER_ERROR and firsts and self._progress() == self._progress_before:
             self.user_error = True
@@ -230,8 +229,8 @@ class Supervisor:
         return metrics.stat().st_size if metrics and metrics.exists() else 0
 
     async def _stop_all(self, drain_seconds: float) -> None:
-        """Stop all children: the master first, which tells the others that the run has ended, then the others.
-        drain_seconds: the time that those have who hand over their work."""
+        """Stop all children: first the master, which tells the other roles that the run has ended, then the other
+        roles. drain_seconds: the time for roles that hand over their work."""
         loop = asyncio.get_running_loop()
         trainers = [child for child in self.children if drain_seconds and child.role == "trainer" and child.running]
         if trainers:
@@ -265,7 +264,7 @@ class Supervisor:
                 process.terminate()
 
     async def _until_ended(self, timeout: float, hurry: asyncio.Future[None] | None = None) -> None:
-        """Wait until all children have ended, for so many seconds, or until `hurry`."""
+        """Wait until all children have ended, for `timeout` seconds, or until `hurry`."""
         ends = [process.wait() for child in self.children if (process := child.running)]
         if ends:
             waited: list[asyncio.Future[Any]] = [asyncio.gather(*ends), *([hurry] if hurry else [])]
@@ -273,7 +272,7 @@ class Supervisor:
 
 
 def _why_it_ends(child: Child, code: int) -> str:
-    """Why the run ends because of a child that dies again and again."""
+    """The reason to end the run for a child that dies again and again."""
     words = "\n".join(f"  {line}" for line in list(child.tail)[-QUOTED_LINES:])
     return (
         f"{child.name} {how_it_ended(code)}, for the {DEATHS_IN_VAIN}th time in a row without a trained step in "

@@ -1,4 +1,4 @@
-"""Measures how late the event loop of this process runs what is due, and the memory of this process and its machine."""
+"""Measures the delay of this process's event loop, and the memory of this process and its machine."""
 
 import asyncio
 import contextlib
@@ -15,9 +15,9 @@ from areal.base.text import place_in
 from areal.devices import free_memory
 
 TICK_SECONDS = 0.05
-# After so many seconds in which the event loop has run nothing that is due, the log says where it stands.
+# The log says where the event loop stands once the loop has run nothing for this many seconds.
 BLOCKED_SECONDS = 15
-# With less memory left, the machine is short of it.
+# With less free memory, the machine is short of memory.
 ENOUGH_BYTES = 2 << 30
 
 _watch: "_Watch | None" = None
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class _Watch:
-    """Schedules a callback every TICK_SECONDS and keeps the longest delay of one."""
+    """Schedules a callback every TICK_SECONDS and keeps the longest delay of a callback."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.longest = 0.0
@@ -45,7 +45,7 @@ class _Watch:
         self._schedule()
 
     def _look(self, thread: int) -> None:
-        """To be run in a thread of its own. thread: that of the event loop. A suspended process does not count on."""
+        """The loop of another thread. thread: id of the event loop's. A suspended process does not count on."""
         while not self._loop.is_closed():
             time.sleep(1.0)
             self._still += 1
@@ -61,9 +61,9 @@ def watch() -> None:
 
 
 def numbers() -> dict[str, float]:
-    """`loop_delay`: the longest delay since the last call, in seconds. `memory`: that of this process, in bytes, and
-    once its machine has less than ENOUGH_BYTES left, that of all processes which it has started. `free_memory`: what
-    its machine has left. Empty if nothing is measured."""
+    """`loop_delay`: the longest delay since the last call, in seconds. `memory`: memory of this process, in bytes; with
+    less than ENOUGH_BYTES left on the machine, memory of all processes below this process too. `free_memory`: memory
+    left on the machine. Empty before `watch`."""
     if _watch is None:
         return {}
     seconds, _watch.longest = _watch.longest, 0.0
@@ -73,6 +73,6 @@ def numbers() -> dict[str, float]:
 
 
 def _resident(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # the process has ended
         return int(process.memory_info().rss)
     return 0

@@ -1,4 +1,4 @@
-"""What an actor works on, and for how long each of its works has stood still.
+"""The works of an actor, and the seconds for which each work has stood still.
 
 Evidence of life is a number of the engine that moves. Work without evidence stands still for its whole duration.
 """
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from protocols.membership_messages import Work
 
 LOOK_SECONDS = 1.0
-# Two looks that are further apart than this: the process was suspended, and so perhaps were its engine and its machine.
+# Two looks further apart: the process was suspended, perhaps with its engine and its machine.
 SUSPENDED_SECONDS = 3.0
 
 Evidence = Callable[[], float | None]
-"""A number that differs from the one before if the work has moved; None: at present nobody expects that it moves."""
+"""A number that changes whenever the work moves; None: the work need not move at present."""
 
 
 def nothing() -> float:
-    """The evidence of work that has none."""
+    """A constant, for work without evidence."""
     return 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A work in progress. `still`: the seconds since its evidence moved, in which this process ran. `longest`: the
-    longest such time. `looked`: when that was last counted."""
+    """A work in progress. `still`: seconds, while this process ran, since the evidence moved. `longest`: the longest
+    `still`. `looked`: the time of the last look."""
 
     kind: str
     what: str
@@ -38,7 +38,7 @@ class Operation:
     longest: float = 0.0
 
     def look(self, now: float, value: float | None) -> None:
-        """value: that of the evidence."""
+        """value: the present value of the evidence."""
         moved = value is None or value != self.value
         self.value = value
         self.still = 0.0 if moved else self.still + min(now - self.looked, SUSPENDED_SECONDS)
@@ -50,19 +50,19 @@ class Operation:
 
 
 class Works:
-    """`clock`: of the actor's event loop."""
+    """The works of an actor. `clock`: the event loop's."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._operations: dict[Operation, None] = {}  # the oldest first
-        self._kinds = Counter[str]()  # of the operations
-        self._given_up: dict[str, Operation] = {}  # by kind, the last one
+        self._kinds = Counter[str]()  # number of operations
+        self._given_up: dict[str, Operation] = {}  # by kind, the last operation given up
         self._ended: dict[str, float] = {}
         self._waits = 0
 
     @contextmanager
     def working(self, what: str, kind: str = "", evidence: Evidence = nothing) -> Iterator[None]:
-        """Mark the block as work. kind: "" if it has deadlines of its own."""
+        """Mark the block as work. kind: "" if the work has deadlines of its own."""
         now = self._clock()
         operation = Operation(kind, what, now, evidence, now, evidence())
         operation.still = self._still_before(operation)
@@ -78,13 +78,13 @@ class Works:
             del self._operations[operation]
             self._kinds[kind] -= 1
         self._given_up.pop(kind, None)
-        if kind:  # of what failed or was cancelled nobody knows whether it would have moved
+        if kind:  # nobody knows whether a failed or cancelled work would have moved
             operation.look(self._clock(), evidence())
             self._ended[kind] = max(operation.longest, self._ended.get(kind, 0.0))
 
     def _still_before(self, operation: Operation) -> float:
-        """For how long the evidence of a work that begins has stood still. An engine that hangs is found although each
-        of its requests is given up before long."""
+        """The seconds for which the evidence of a new work has stood still already. So a hanging engine is found
+        although every request to the engine is given up early."""
         if operation.evidence is nothing or operation.value is None:
             return 0.0
         works = [*self._operations, *filter(None, [self._given_up.get(operation.kind)])]
@@ -101,7 +101,7 @@ class Works:
             self._waits -= 1
 
     def unless_other(self, kind: str, value: Callable[[], float] = lambda: 0.0) -> Evidence:
-        """The evidence `value` of work that is not expected to move during work of another kind or in `waiting`."""
+        """The evidence `value` of work that need not move during work of another kind or in `waiting`."""
 
         def evidence() -> float | None:
             busy = self._waits or len(self._operations) > self._kinds[kind]
@@ -110,14 +110,14 @@ class Works:
         return evidence
 
     def look(self) -> None:
-        """To be called every LOOK_SECONDS: see what has moved."""
+        """See which works have moved. Call every LOOK_SECONDS."""
         now = self._clock()
         values = {evidence: evidence() for evidence in {operation.evidence for operation in self._operations}}
         for operation in self._operations:
             operation.look(now, values[operation.evidence])
 
     def report(self) -> tuple[Work, ...]:
-        """The work of each kind that has stood still for longest, or else is the oldest; the oldest of all is first."""
+        """The work of each kind that has stood still for longest, or else the oldest work; the oldest of all first."""
         now, chosen = self._clock(), dict[str, Operation]()
         for operation in self._operations:
             stillest = chosen.setdefault(operation.kind, operation)

@@ -1,4 +1,4 @@
-"""What `run.py` does, as a program by its path. As there, a program in the working folder hides no module of ours."""
+"""`run.py` as a program by path. As with `run.py`, a program in the working folder hides no module of this project."""
 
 import sys
 from pathlib import Path

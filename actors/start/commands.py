@@ -1,4 +1,4 @@
-"""The tools that try engines, or an agent on one, without a run, and the one that copies a run."""
+"""The tools for engines and agents without a run, for sweeps, and for the copy of a run."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from areal.base.errors import UserError, explain
 if TYPE_CHECKING:
     from areal.extensions.desk.sweep import SweptRun
 
-# The sections and keys by which rows are read and checked.
+# The sections and keys for reading and checking rows.
 _OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
 
 PARTS = {
@@ -23,7 +23,7 @@ PARTS = {
     "generator": "areal.extensions.selftest.generator_checks:GenerationChecks",
     "receiver": "actors.start.link_checks:Receiver",
 }
-"""What the self-test starts in processes of their own."""
+"""The processes that the self-test starts."""
 
 
 def declare(tools: RoomTools) -> None:
@@ -76,7 +76,7 @@ def _declare_selftest(tools: RoomTools) -> None:
     add("--seconds", type=float, metavar="N", help=time)
     add("overrides", help="changes to the configuration", **OVERRIDES)
 
-    part = tools.parsers.add_parser("selftest-part")  # without help: only the self-test starts it
+    part = tools.parsers.add_parser("selftest-part")  # without help: only the self-test uses the command
     part.add_argument("part", choices=("model", *PARTS))
     part.add_argument("path", type=Path, nargs="?")
     part.set_defaults(tool="actors.start.commands:selftest_part")
@@ -96,8 +96,8 @@ def sweep(options: Namespace) -> int:
 
 
 def check_sweep(runs: "Iterable[SweptRun]", tell: "Callable[[SweptRun], None]") -> None:
-    """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
-    all runs that have them in common. Raises UserError, which names the run."""
+    """Check every unfinished run of a sweep as its start would, and `tell` of the run. Rows are checked once for all
+    runs with the same rows. Raises UserError, which names the run."""
     from actors.start.start_checks import on_this_machine, own_port, rehearse_start
 
     checked = set()
@@ -117,7 +117,7 @@ def selftest(options: Namespace) -> int:
     from actors.start import link_checks as links
     from areal.extensions.selftest.selftest import SelfTest
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no folder is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no folder is left behind
     return 0 if SelfTest(options, links).run(output(200)) else 1
 
 

@@ -1,4 +1,4 @@
-"""What a node's links can do: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
+"""Checks of a node's links: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
 
 import asyncio
 import os
@@ -35,16 +35,16 @@ from protocols.transport import Bus, ask_until
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SLOWEST = 20e6
-"""Bytes a second over loopback, below which streaming counts as broken."""
+"""Bytes a second over loopback; slower streaming counts as broken."""
 ANSWER_SECONDS, ASKS = 10.0, 10
 CLOCK_SECONDS = 1.0
-"""Most that the clocks of two nodes may differ: their logs and traces would not fit together."""
+"""Largest difference of two nodes' clocks: with a larger difference, logs and traces would not fit together."""
 
 Ask = Callable[..., Any]
 
 
 class Receiver:
-    """The generator's end of a stream of weights, in a process of its own."""
+    """The generator's end of a stream of weights, in a separate process."""
 
     async def receive(self, sender: str, keys: str, policy: str, folder: str) -> dict[str, float]:
         """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
@@ -91,7 +91,7 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
 
 
 def check_this_node(config: Config) -> list[Finding]:
-    """The keys and the ports that the configuration names, on this node."""
+    """The keys and the ports of the configuration, on this node."""
     host = host_of(config.master.address)
     return [_keys(config.network.keys or os.environ.get(KEYS), host), _port(config.master.address)]
 
@@ -127,7 +127,7 @@ def check_way_to(master: str) -> list[Finding]:
 
 
 def _interface(master: str) -> Finding:
-    """Where a rank of a trainer on several nodes listens for the others."""
+    """Check that a rank of a trainer on several nodes can listen for the other ranks."""
     if is_loopback(master) and GLOO not in os.environ:
         return Finding("interface", "skipped", "the master listens for this node alone")
     name = os.environ.get(GLOO) or interface_towards((master.strip("[]"), ANYWHERE))

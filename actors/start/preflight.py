@@ -1,4 +1,4 @@
-"""Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
+"""Checks of the configuration before any process is started. A mistake raises a UserError of one sentence."""
 
 import errno
 import importlib.util
@@ -52,14 +52,14 @@ from areal.workflows.conversation import check_shown, user
 # The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
 QUICKSTART_CONTEXT = 512
 QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-# More engines than this for each core are a mistake.
+# More engines for each core are a mistake.
 MOST_ENGINES_PER_CORE = 8
 # The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
 GIB = 2**30
 ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
-# That of a rollout manager, a reward actor and a worker of it.
+# The least memory of a rollout manager, a reward actor, and a reward actor's worker.
 OTHER_BYTES = GIB // 16
-# Whether something answers at this port of this machine is no matter, only that the port can be reached.
+# A check that a port is reachable; an answer at the port does not matter.
 DISCARD_PORT, LOOPBACK_SECONDS = 9, 1.0
 _CHECK_DEEPSPEED = """
 from areal.config.trainer_section import TrainerConfig
@@ -81,11 +81,11 @@ check_names(Path(sys.argv[1]))
 
 
 def check(config: Config, *, weights: bool = True, rows: bool = True, machine: bool = True) -> None:
-    """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
+    """Check everything possible before the start: the number of ranks, the master's port, the tracking and weights
     settings, rewards, workflow, sandbox, objective, data, models, chat template, parsers, cores and memory.
 
-    weights: whether the weights of a model on the hub are downloaded too. rows: whether rows are read, beside the first
-    ones. machine: whether all roles are to run on this machine. Raises UserError.
+    weights: also download the weights of a model on the hub. rows: read rows, beside the first rows. machine: all roles
+    are to run on this machine. Raises UserError.
     """
     if config.trainer.ranks % config.trainer.sequence_parallel:
         raise UserError(
@@ -130,7 +130,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
 
 
 def check_extensions(config: Config) -> None:
-    """Check that no extension of this project is missing that the configuration asks for. Raises UserError."""
+    """Check that all extensions of this project that the configuration needs are there. Raises UserError."""
     trainer = config.trainer
     needed = {
         ("direct", "sender"): config.weights.direct and "weights.transport=direct",
@@ -152,7 +152,7 @@ def check_extensions(config: Config) -> None:
 
 
 def check_code(config: Config) -> None:
-    """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
+    """Check the user's code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
     groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
@@ -168,7 +168,7 @@ def check_code(config: Config) -> None:
         if rehearse_reward := rewards.hook(name, "rehearse"):
             rehearse_reward(config)
     if ":" in config.trainer.objective:
-        from areal.training.algorithms.objectives import rehearse  # imports torch, which only a user's own needs
+        from areal.training.algorithms.objectives import rehearse  # imports torch, for a user's own objective only
 
         rehearse(config.trainer)
     conflicts = config.conflicts_of_groups(f"trainer.advantage={config.trainer.advantage}")
@@ -177,9 +177,8 @@ def check_code(config: Config) -> None:
 
 
 def check_options(config: Config) -> None:
-    """Let DeepSpeed and vLLM themselves check the options that are passed on to them; they would at the start of the
-    engines, which takes longer. For the quickstart's model, which need not be there, vLLM is not asked. Raises
-    UserError."""
+    """Have DeepSpeed and vLLM check the options that are passed on to them. At the start of the engines this check
+    would come later. vLLM is not asked about the quickstart's model, which may not exist yet. Raises UserError."""
     here, folder = config.for_device(cuda=bool(visible_devices())), None
     if config.model != "quickstart" and config.generator.engine_options:
         folder = resolve_model(config, weights=False)
@@ -201,7 +200,7 @@ def check_options(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Compare the names of the weights to be published with those of the model's files, if here. Raises UserError."""
+    """Compare the names of weights to publish with those in the model's files, if here. Raises UserError."""
     if config.model == "quickstart" or not config.steps or config.trainer.lora:
         return
     folder = resolve_model(config, weights=False)
@@ -211,7 +210,7 @@ def check_names(config: Config) -> None:
 
 
 def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
-    """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
+    """Check whether the model in `folder` fits the configuration and the data. weights: the model's weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
         check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
@@ -234,7 +233,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
                 f"The workflow {workflow} writes {text!r:.80}, but the tokenizer of {folder} has no token for "
                 f"{character!r}: change rollout_manager.workflow_options, or use another model."
             )
-    if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
+    if workflow in ("single_turn", "multi_turn", "python_tool"):  # other workflows may have their own prompts
         check_prompts(config, source, tokenizer, context, rooms)
     check_template(config, source, tokenizer)
     if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
@@ -244,7 +243,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
 
 
 def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None:
-    """Raises UserError if a built-in workflow has conversations that the chat template does not write as they are."""
+    """Raises UserError if a built-in workflow has conversations that the chat template does not write unchanged."""
     workflow = config.rollout_manager.workflow
     has_turns = workflow in ("multi_turn", "python_tool") and config.data.parts
     chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
@@ -262,7 +261,7 @@ def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None
 
 
 def check_quickstart(config: Config, source: PromptSource) -> None:
-    """As `check_model`, for the quickstart's model, which need not be there. Raises UserError."""
+    """As `check_model`, for the quickstart's model, which may not exist yet. Raises UserError."""
     check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
     if config.trainer.lora:
         check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
@@ -279,7 +278,7 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
 
 def check_context(config: Config, context: int | None, model: str) -> None:
     """Raises UserError if `model` has no room for `generator.max_model_len`, or for a prompt and
-    `sampling.max_new_tokens`. context: the most tokens of a sequence of it."""
+    `sampling.max_new_tokens`. context: the most tokens of a sequence of the model."""
     longest = config.generator.max_model_len
     if context and longest and longest > context:
         raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
@@ -291,7 +290,7 @@ def check_context(config: Config, context: int | None, model: str) -> None:
 
 
 def check_devices() -> None:
-    """Print a note if GPUs are named that are not here, or if what runs on them could not be compiled."""
+    """Print a note if a named GPU is not here, or if the code for GPUs could not be compiled."""
     if not (named := visible_devices()):
         return
     if not listed_devices():
@@ -303,9 +302,9 @@ def check_devices() -> None:
 
 def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str, Path]) -> None:
     """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
-    elements of the model's weights, if they are known. scorers: the folders of their models, as far as they are there.
+    elements of the model's weights, if known. scorers: the folders of the scorers' models, if there.
 
-    Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
+    Raises UserError if the roles need at least more than the machine has; prints a note if engines share cores.
     """
     config, cores = config.for_device(cuda=False), len(os.sched_getaffinity(0))
     engines = config.generator.count * config.generator.devices
@@ -349,7 +348,7 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
 
 
 def _tell_of_processor(config: Config) -> None:
-    """Print a note if this processor computes more slowly than it could, or has no bfloat16 that the run asks for."""
+    """Print a note if this processor computes more slowly than necessary, or lacks the run's bfloat16."""
     if hides_avx512() and not mkl_library():
         print(
             "Note: there is no C compiler here, which areal/cpu/mkl.c takes, so products of matrices use half of this "
@@ -366,22 +365,22 @@ def _tell_of_processor(config: Config) -> None:
 
 
 def _engine_bytes(engine: EngineConfig, elements: int) -> int:
-    """The least memory of an engine on a CPU with a model of so many elements."""
+    """The least memory, in bytes, of an engine on a CPU with a model of `elements` elements."""
     return engine.devices * ENGINE_BYTES + (4 if engine.dtype == "float32" else 2) * elements
 
 
 @contextmanager
 def free_port(address: str) -> Iterator[str]:
-    """`address`, with another port if its port is in use or held by another start. Until the end of the block no other
-    start takes it, and no other program, but the master, which listens only later, can. Raises UserError if the master
-    cannot listen at its host."""
+    """`address`, with another port if the port is in use or held by another start. Until the end of the block no other
+    start takes the port, and no other program but the master can. Raises UserError if the master cannot listen at the
+    host."""
     host = address.rpartition(":")[0]
     with ExitStack() as held:
         holder = held.enter_context(socket.socket(socket.AF_UNIX))
         for candidate in (address, f"{host}:0"):
             try:
                 chosen = f"{host}:{held.enter_context(_bound(candidate))}"
-                # An abstract name belongs to the network that the port belongs to, and ends with the process.
+                # An abstract name belongs to the same network as the port, and ends with the process.
                 holder.bind(f"\0areal-master {chosen}")
             except OSError:
                 continue
@@ -392,7 +391,7 @@ def free_port(address: str) -> Iterator[str]:
 
 
 def check_port(address: str) -> None:
-    """Raises UserError if the master cannot listen at `address`, or if no process of this machine can reach another."""
+    """Raises UserError if the master cannot listen at `address`, or processes here cannot reach each other."""
     with socket.socket() as probe:
         probe.settimeout(LOOPBACK_SECONDS)
         if probe.connect_ex(("127.0.0.1", DISCARD_PORT)) == errno.ENETUNREACH:
@@ -415,9 +414,8 @@ def check_port(address: str) -> None:
 
 @contextmanager
 def _bound(address: str) -> Iterator[int]:
-    """The port of a socket with the address, at which it does not listen; the system chooses one in place of 0. As long
-    as none listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises
-    OSError."""
+    """The port of a socket that has the address but does not listen; the system chooses a port in place of 0. Sockets
+    that share the address, such as ZeroMQ's, can have it too as long as no socket listens. Raises OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
     with socket.socket(family, socket.SOCK_STREAM) as holder:

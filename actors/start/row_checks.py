@@ -1,4 +1,4 @@
-"""Checks of rows before a run: their prompts, answers and tests. Each mistake raises a UserError of one sentence."""
+"""Checks of rows before a run: prompts, answers and tests. A mistake raises a UserError of one sentence."""
 
 import contextlib
 import math
@@ -25,18 +25,18 @@ from areal.workflows.conversation import begin
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
 ANSWERS_SECONDS = 10.0
-# How long prompts are made into tokens, of PROMPTS rows at most.
+# How long the prompts of at most PROMPTS rows are made into tokens.
 PROMPTS_SECONDS, PROMPTS = 3.0, 512
-# Rows whose answers are read in one child process. Other rows may be large, as rows with tests are.
+# Rows per child process that reads answers: many plain rows, or few rows with tests, which are large.
 ANSWERS_AT_ONCE, ROWS_AT_ONCE = 128, 16
-# Built-in workflows that show the policy tools, but not those of the row.
+# Built-in workflows that show the policy their own tools, not the row's tools.
 OFFER_THEIR_OWN = ("tools", "sandbox_tools", "verifiers")
-# Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
+# Rows to look at if the source is endless, or if only rows can name the reward.
 FEW_ROWS = 512
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
-    """Check answers and tests of some rows, as the functions below, and rewards of the user's own."""
+    """Check answers and tests of some rows, by the functions below, and the user's own rewards."""
     check_answers(config, source)
     for row in source.held_out[:1] if source.size == 0 else [source.row(0)]:  # an evaluation has held-out rows alone
         if row.pictures:
@@ -60,12 +60,12 @@ def check_rows(config: Config, source: PromptSource) -> None:
 def check_prompts(
     config: Config, source: PromptSource, tokenizer: Any, context: int | None, rooms: Mapping[str, int]
 ) -> None:
-    """Check the prompts of some rows, as the model gets them: of the held-out rows, then of the others in random order.
-    context: the most tokens of the model's sequences. rooms: of those of each scorer.
+    """Check the prompts of some rows, as the model gets them: first held-out rows, then training rows in random order.
+    context: the most tokens of a sequence of the model. rooms: the most tokens of a sequence, by scorer.
 
-    Raises UserError if all are longer than `data.max_prompt_tokens` or than the model takes, if a scorer has no room
-    for the longest sample, or if a larger share than `max_failed_share` cannot be made into tokens; prints a note if
-    some are so.
+    Raises UserError if all prompts are longer than `data.max_prompt_tokens` or than the model takes, if a scorer has no
+    room for the longest sample, or if a larger share than `max_failed_share` cannot be made into tokens; prints a note
+    about a smaller share.
     """
     lengths, flaws = _lengths(config, source, tokenizer)
     checked = len(lengths) + len(flaws)
@@ -104,7 +104,7 @@ def check_prompts(
 
 
 def _check_rooms(rooms: Mapping[str, int], prompt: float, completion: int) -> None:
-    """Raises UserError if a scorer has no room for a prompt and a completion of so many tokens."""
+    """Raises UserError if a scorer has no room for a prompt and a completion of these lengths in tokens."""
     for name, room in rooms.items():
         if prompt + completion >= room:
             raise UserError(
@@ -115,7 +115,7 @@ def _check_rooms(rooms: Mapping[str, int], prompt: float, completion: int) -> No
 
 
 def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """The numbers of tokens of some rows' prompts, and what is wrong with others."""
+    """The numbers of tokens of the prompts of some rows, and the errors of other rows."""
     lengths, flaws, answered = [], [], 0
     until = time.monotonic() + PROMPTS_SECONDS
     for row in islice(_rows(config, source), PROMPTS):
@@ -140,12 +140,11 @@ def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list
 
 
 def check_answers(config: Config, source: PromptSource) -> None:
-    """Check whether rewards can read the answers of the rows that they are to score: of the held-out rows,
-    then of the others in random order, unless the workflow gives the rewards, and of each benchmark, each for
-    ANSWERS_SECONDS.
+    """Check whether rewards can read the answers of rows: first of held-out rows, then of training rows in random order
+    unless the workflow gives the rewards, and of every benchmark. Each of these checks takes at most ANSWERS_SECONDS.
 
-    Raises UserError if a larger share of them than `max_failed_share` cannot be read, or if a benchmark cannot be
-    opened; prints a note if some answers cannot be read.
+    Raises UserError if a larger share of answers than `max_failed_share` cannot be read, or if a benchmark cannot be
+    opened; prints a note about a smaller share.
     """
     if not config.rollout_manager.gives_rewards:
         _check_answers(config, _rows(config, source), config.data.named, "such prompts will be discarded")
@@ -183,5 +182,5 @@ def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
     count = FEW_ROWS if source.size is None else source.size
     limit = count if "math" in config.rewards else min(count, FEW_ROWS)
     for index in random.Random(config.seed).sample(range(count), limit):
-        with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
+        with contextlib.suppress(UserError):  # an unusable row is discarded when its turn comes
             yield source.row(index)

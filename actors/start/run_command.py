@@ -1,4 +1,4 @@
-"""`areal run`, also `run.py`: start a run, or one role of it."""
+"""`areal run`, also `run.py`: start a run, or a single role."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
-# torchrun kills ranks that have not left so long after `master.drain_seconds`.
+# torchrun kills ranks that are still there so long after `master.drain_seconds`.
 DRAIN_MARGIN_SECONDS = 10.0
-# What the report of a run may take.
+# Time limit for the report of a run.
 REPORT_SECONDS = 300.0
 DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
 
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser("areal run", usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
-    # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
+    # argparse takes positional arguments only once, so words after `FILE --option` are left over.
     arguments, words = parser.parse_known_args()
     if any(word.startswith("-") for word in words):
         parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0], sys.argv)}")
@@ -119,7 +119,7 @@ def add_options_of_role(add: Callable[..., object]) -> None:
 
 
 def role_named(name: str) -> str:
-    """The name of a role of this project or of an installed package. Raises ArgumentTypeError if there is none."""
+    """The name of a role of this project or of an installed package. Raises ArgumentTypeError for another name."""
     if name in ("master", "monitor") or is_role(name):
         return name
     roles = ", ".join(["monitor", *extensions.names("role")])
@@ -209,7 +209,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
 
 def keep_keys(keys: str | Path | None) -> None:
-    """Set the folder of the keys, for this process and for all processes that it starts."""
+    """Set the folder of the keys, for this process and all processes below it."""
     if keys:
         os.environ[KEYS] = str(keys)
 
@@ -236,7 +236,7 @@ def resolved(arguments: argparse.Namespace) -> Config:
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the configuration, and check all that a start checks. Their verdict is the last block."""
+    """Print the configuration, and do all checks of a start. The verdict of the checks is the last block."""
     from actors.start.preflight import check_names
     from actors.start.start_checks import own_port, rehearse_start
 
@@ -251,7 +251,7 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
-    """Whether the user has asked for the master's port."""
+    """True if the user has asked for the master's port."""
     # The configuration of a run that is resumed or forked has all keys.
     of_run = (arguments.resume or arguments.fork) and not arguments.config
     in_file = "address" in config.master.model_fields_set and not of_run
@@ -259,7 +259,7 @@ def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
 
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
-    """Start the whole run on this machine, at a port of its own."""
+    """Start the whole run on this machine, at a port that no other run uses."""
     from actors.start.start_checks import own_port
 
     with own_port(config, port_is_named(arguments, config)) as with_port:
@@ -267,8 +267,8 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def check_and_start(config: Config, arguments: argparse.Namespace, default: str) -> int:
-    """Check everything that can be checked in advance, then start the whole run. Its master gets the configuration by
-    the run folder. default: the address of the master if its port was free."""
+    """Check everything possible in advance, then start the whole run. The master reads the configuration from the run
+    folder. default: the address of the master if its port was free."""
     from rich.console import Console
 
     from actors.start.start_checks import check_start, first_waits
@@ -293,7 +293,7 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
 
 
 def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
-    """Claim the folder of the run, with its record if it goes on, or is a fork. Returns its network."""
+    """Claim the run's folder, and prepare the record if the run goes on or is a fork. Returns the network."""
     from actors.record.completeness import check_record
     from actors.runtime.bound_addresses import take_folder
 
@@ -307,7 +307,7 @@ def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print what the user has to know of the start of a run."""
+    """Print notes for the user about the start of a run."""
     for line in lines:
         print(shown(line), file=sys.stderr)
 
@@ -316,7 +316,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from areal.devices import deal_out
 
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
-    if arguments.scorer:  # the devices are those of its engines, whatever the run itself starts
+    if arguments.scorer:  # the devices belong to the run's engines, even if the run starts no engine here
         scorer = scorer_of(config, arguments.scorer).model_copy(update={"count": roles.count("scorer")})
         update = {"scorers": {arguments.scorer: scorer}, "steps": max(1, config.steps)}
         config = config.model_copy(update=update)
@@ -329,7 +329,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
 
 def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
-    """The options that a supervisor passes to each role."""
+    """The options that a supervisor passes to its roles."""
     options = {"--host": arguments.host, "--bind": arguments.bind, "--ports": ports}
     return [word for option, value in options.items() if value for word in (option, value)]
 
@@ -337,7 +337,7 @@ def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
 def supervise(
     run: Callable[[Supervisor], Coroutine[Any, Any, Ending]], environments: Mapping[str, Mapping[str, str]]
 ) -> int:
-    """Do what `run` does with a supervisor. Returns the exit code of this program."""
+    """Call `run` with a supervisor. Returns the exit code of this program."""
     from rich.console import Console
 
     from actors.runtime.supervisor import Supervisor
@@ -372,14 +372,14 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
     record = open_record(config, source)
     tracking = tracker and tracker.begin(config)
     serving = serve(config, network, *record, source)
-    del source  # the master keeps the rows only if its sampler needs them
+    del source  # the master keeps the rows only for a sampler that needs them
     try:
         ending = uvloop.run(serving)
-        if not ending.stopped:  # who stops a run waits only so long before it kills: 30 s in Slurm
+        if not ending.stopped:  # a scheduler that stops a run waits for a limited time before it kills: 30 s in Slurm
             keep_report(config.folder)
     except UserError:
         raise
-    except Exception:  # the last resort: it is logged, and the exit status says so
+    except Exception:  # the last resort: the error is logged, and the exit status says that the run failed
         structlog.get_logger().exception("failed")
         return 4
     finally:
@@ -391,7 +391,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 
 
 def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolder]:
-    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows changed."""
+    """The journal of a run and the other records, once the disk takes them. Raises UserError if the rows changed."""
     from actors.record.completeness import check_rows_kept
     from actors.runtime.logs import write_log_file
     from areal.storage.disk import DiskRetry
@@ -411,7 +411,7 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
 async def serve(
     config: Config, network: ZmqNetwork, journal: Journal, folder: RunFolder, source: PromptSource | None
 ) -> Ending:
-    """Be the master of a run until it has ended."""
+    """Be the master of a run until the run has ended."""
     from actors.master.master import Master
     from actors.runtime import vitals
     from actors.runtime.bound_addresses import new_bus
@@ -424,7 +424,7 @@ async def serve(
 
 
 def keep_report(folder: Path) -> None:
-    """Have `areal report` write the report of a run that has ended. If it cannot, the run is no failure."""
+    """Have `areal report` write the report of an ended run. A failure of the report is no failure of the run."""
     command = tied(sys.executable, "-m", "areal", "report", str(folder.absolute()))
     try:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=REPORT_SECONDS)
@@ -434,8 +434,8 @@ def keep_report(folder: Path) -> None:
 
 
 async def prepare(config: Config) -> tuple[Config, PromptSource]:
-    """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
-    master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
+    """Open and check the data, and make or download the models, which may take an hour. Other actors that ask the
+    master are told so. Returns the configuration with the models' folders, and the data. Raises UserError."""
     from actors.runtime.bound_addresses import new_bus, open_network
     from actors.start.row_checks import check_rows
     from areal.data.sources import open_source
@@ -466,7 +466,7 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
     async with new_bus("master/0", open_network(host_of(config.master.address))) as bus:
         bus.serve(config.master.address, put_off, crashed)
         source = await asyncio.to_thread(open_source, config.data, config.seed)
-        if SUPERVISED not in os.environ:  # the supervisor has checked them
+        if SUPERVISED not in os.environ:  # the supervisor has checked the rows
             await asyncio.to_thread(check_rows, config, source)
         return await asyncio.to_thread(with_folders, config, tell), source
 
@@ -512,7 +512,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
             from areal.generation.engine_start import prepare
 
             prepare(config.generator if role == "generator" else scorer_of(config, arguments.scorer).engine)
-        # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
+        # The runner is never closed: closing waits for threads inside an engine, and nobody can cancel them.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
@@ -527,7 +527,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
 
 def build(role: str, arguments: argparse.Namespace) -> Membership:
-    """An actor of a role. Imports only the module of that role, and so only its engine."""
+    """An actor of a role. Imports only the role's module, and so only the role's engine."""
     from actors.runtime.bound_addresses import ListenAddress, new_bus, open_network
     from actors.runtime.membership import Membership
     from protocols.addresses import host_of
@@ -549,8 +549,8 @@ def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def join_ranks(arguments: argparse.Namespace, config: Config) -> None:
-    """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
-    ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
+    """Become a rank of the trainer. In rank 0 the function returns, and the process becomes the actor; in other ranks
+    the function does not return. Without torchrun, torchrun replaces a process with several ranks."""
     from areal.base.network_interfaces import choose_interface
     from areal.devices import set_allocator
     from protocols.addresses import host_of
@@ -564,15 +564,15 @@ def join_ranks(arguments: argparse.Namespace, config: Config) -> None:
             run_follower(config, lambda failure: ask_master(arguments, failure))
             leave(0)
     elif config.trainer.ranks > 1:
-        os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
+        os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, and torchrun replaces this process
         patience = config.master.drain_seconds + DRAIN_MARGIN_SECONDS
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience)))
-        # The dashes keep torchrun from parsing our --master as an option of its own.
+        # The dashes keep torchrun from parsing our --master as torchrun's --master.
         os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
 
 
 def scorer_of(config: Config, name: str) -> ScorerConfig:
-    """The settings of a scorer. Raises UserError if the run has none of this name."""
+    """The settings of a scorer. Raises UserError if the run has no scorer of this name."""
     if name not in config.scorers:
         names = ", ".join(config.scorers) or "none"
         raise UserError(f"The run has no scorer {name!r} (--scorer): its `scorers` are {names}.")
@@ -580,8 +580,8 @@ def scorer_of(config: Config, name: str) -> ScorerConfig:
 
 
 def ask_config(arguments: argparse.Namespace) -> Config:
-    """The configuration of the master. Waits until the master answers. Raises UserError, also if this machine has
-    another model than the run: a role that joined with it would take the place of one that has the right one."""
+    """The configuration of the master, once the master answers. Raises UserError, also if this machine's model differs
+    from the run's: a role with the wrong model would take the place of a role with the right model."""
     from areal.weights.model_files import check_same
     from protocols.membership_messages import AskConfig
 
@@ -592,7 +592,7 @@ def ask_config(arguments: argparse.Namespace) -> Config:
 
 
 def ask_master(arguments: argparse.Namespace, message: Message) -> Any:
-    """The master's answer to a message of a process that is no actor yet. Waits for it. Raises UserError."""
+    """The master's answer to a process that is no actor yet. Waits for the answer. Raises UserError."""
     from actors.runtime.membership import ask_once
 
     network = network_towards(arguments.master)
@@ -609,7 +609,7 @@ def network_towards(master: str) -> ZmqNetwork:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once: a thread inside an engine cannot be cancelled, and there is nothing left to save."""
+    """End the process at once: a thread inside an engine cannot be cancelled, and nothing is left to save."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

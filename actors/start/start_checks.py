@@ -1,4 +1,4 @@
-"""What a start of a run on this machine checks, before a process is started or a file written."""
+"""Checks of a start of a run on this machine, before a process is started or a file written."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ from protocols.messages import MAX_SERVED
 
 
 def on_this_machine(config: Config) -> Config:
-    """`config` with the values that `auto` stands for on the devices of this machine."""
+    """`config` with the values of `auto` on the devices of this machine."""
     return config.for_device(cuda=bool(visible_devices()))
 
 
 @contextmanager
 def own_port(config: Config, named_by_user: bool) -> Iterator[Config]:
-    """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
-    started on one machine. Other starts do not take it before the end of the block."""
+    """`config` with a free port of the master if the default port is in use, for example by another run on this
+    machine. Other starts do not take the port before the end of the block."""
     if named_by_user or not is_loopback(host_of(config.master.address)):
         yield config
         return
@@ -32,13 +32,13 @@ def own_port(config: Config, named_by_user: bool) -> Iterator[Config]:
 
 
 def roles_here(config: Config) -> list[str]:
-    """The roles of a run on one machine, one entry for each process."""
+    """The roles of a run on one machine, an entry for each process."""
     return [name for name, role in ROLES.items() for _ in range(role.started(config))]
 
 
 def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> dict[str, dict[str, str]]:
-    """Check all that can be checked before a run is started on this machine. rows, weights: as `preflight.check` takes
-    them. Returns environment variables of its actors, by their names. Raises UserError."""
+    """Check everything possible before a run is started on this machine. rows, weights: see `preflight.check`. Returns
+    environment variables for the actors, by actor's name. Raises UserError."""
     if len(config.own_rewards) > MAX_SERVED:
         raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
     check(config, weights=weights, rows=rows)
@@ -54,8 +54,8 @@ def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> d
 
 
 def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bool = False) -> None:
-    """Check what a start checks, and whether the run's folder can be taken, without changing anything. alone: the
-    master is started by itself. Raises UserError."""
+    """Do the checks of a start, and check that the run's folder can be taken, without any change. alone: the master is
+    started by itself. Raises UserError."""
     if alone:
         check(config, weights=False, rows=rows, machine=False)
     else:
@@ -67,7 +67,7 @@ def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bo
 
 
 def first_waits(config: Config) -> list[str]:
-    """What makes the start of a run on this machine take long, in sentences."""
+    """Sentences on the slow parts of a start of a run on this machine."""
     cuda = bool(visible_devices())
     waits = []
     if lacks_quickstart(config):

@@ -1,6 +1,6 @@
-"""`areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
+"""`areal agent try`: an episode of a workflow on a single row, with a real engine and without a run.
 
-The workflow gets the session that it has in a run. Its services are one engine and one reward worker.
+The workflow gets the same session as in a run. The services of the session are an engine and a reward worker.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import check_shown, user
 
-# Without --config. A run has to set all but the workflow by itself.
+# Without --config. A run has to set all of this but the workflow.
 DEFAULTS: dict[str, Any] = {"steps": 1, "batch_size": 8, "group_size": 8, "sampling": {"max_new_tokens": 1024}}
 DEFAULTS["reward"] = {"functions": "exact_match"}
 _OVERRIDE = re.compile(r"(?:[\w.]+|reward\.[\w.:/-]+)=")
@@ -58,7 +58,7 @@ NOT_THE_USERS = (*LIBRARIES, str(ROOT / "areal"), str(ROOT / "actors"))
 
 
 def try_agent(options: Namespace) -> int:
-    """`areal agent try`: do one episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 or
+    """`areal agent try`: do an episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 or
     143 after a signal."""
     configure_logging("trial")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -81,7 +81,7 @@ def try_agent(options: Namespace) -> int:
 def _configured(
     words: Sequence[str], model: str | None, file: Path | None, rows: Path | None
 ) -> tuple[str | None, Config]:
-    """The agent, and the configuration with it."""
+    """The agent, and the configuration with the agent."""
     agents = [word for word in words if not _OVERRIDE.match(word)]
     if len(agents) > 1:
         raise UserError(f"{agents[0]!r} and {agents[1]!r} are two agents: quote a command with arguments.")
@@ -115,7 +115,7 @@ async def _try(config: Config, row: Row, title: str) -> int:
 
 
 class _Recorded(Parsers):
-    """Parsers that keep what they have read: the tokens, what they say, and the tools that were offered."""
+    """Parsers that record the tokens, the parsed text, and the offered tools of every read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +128,7 @@ class _Recorded(Parsers):
 
 
 class _Noted(Rewards):
-    """Rewards that keep the scores that they have given."""
+    """Rewards that record their scores."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -141,7 +141,7 @@ class _Noted(Rewards):
 
 
 class _OneMachine:
-    """Does the jobs of a trial, with one engine and one worker for the rewards."""
+    """Does the jobs of a trial, with an engine and a worker for the rewards."""
 
     def __init__(self, engine: GenerationEngine, pool: RewardPool, config: Config) -> None:
         self._engine, self._pool, self._config = engine, pool, config
@@ -173,7 +173,7 @@ class _OneMachine:
 
 
 class Trial:
-    """The session of one sample with the services that it has in a run: one engine, one worker for the rewards."""
+    """The session of a sample with the services of a run: an engine, and a worker for the rewards."""
 
     def __init__(self, row: Row, services: Services, rewards: _Noted) -> None:
         config, tools = services.config, services.tools
@@ -181,14 +181,14 @@ class Trial:
         self.services, self._row, self._rewards = services, row, rewards
         self._parsers = _Recorded(services.tokenizer, *names, config.data.chat_template_kwargs)
         self._refused: list[str] = []
-        self._unread = ""  # why no parser reads the calls of tools
+        self._unread = ""  # the reason why no parser reads the calls of tools
         tools["parsers"] = self._parsers
         tools["endpoint"] = OpenAIEndpoint(config.model, config.rollout_manager.endpoint_host, self._refused.append)
         self._session = SampleSession(services, row, config.sampling)
 
     @classmethod
     async def start(cls, config: Config, row: Row, used: contextlib.AsyncExitStack) -> "Trial":
-        """Start the engine and the worker, which `used` closes. Raises UserError or EngineError."""
+        """Start the engine and the worker; `used` closes both. Raises UserError or EngineError."""
         names = tuple(row.reward or config.reward.functions)
         one_worker = config.served_rewards.model_copy(update={"workers": 1})
         for name in names:
@@ -221,7 +221,7 @@ class Trial:
         return f"{self._parsers.tool_call_parser}"
 
     async def play(self, workflow: Any) -> tuple[Trajectory | None, str | None]:
-        """The sample, or why it has failed. Raises UserError."""
+        """The sample, or the reason of its failure. Raises UserError."""
         try:
             sample: Trajectory = await workflow(self._session, self._row)
             return sample.lowered(self.services.overlong(sample)), None
@@ -235,7 +235,7 @@ class Trial:
             self._session.close()
 
     def episode(self, title: str, trained: Trajectory | None) -> Episode:
-        """What was sampled, read and scored. trained: the sample that the workflow gave; None: it has failed."""
+        """The sampled, read and scored turns. trained: the sample from the workflow; None: the sample has failed."""
         forest, turns = self._session.forest, []
         for number in forest.places():
             call = forest.calls[number]

@@ -1,4 +1,4 @@
-"""What the dashboard's server answers: pages and JSON, with headers that keep a page from loading anything else."""
+"""The answers of the dashboard's server: pages and JSON, with headers that keep a page from loading anything else."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HEADERS = {
 
 
 def page(file: Path) -> Handler:
-    """The handler of the page in `file`, with its styles and scripts in it."""
+    """The handler of the page in `file`, with the page's styles and scripts inside."""
     text = pages.page(file)
 
     async def show(request: web.Request) -> web.Response:
@@ -27,7 +27,7 @@ def page(file: Path) -> Handler:
 
 
 def answer(value: Any) -> web.Response:
-    """`value` as JSON, compressed if it is large."""
+    """`value` as JSON, compressed if large."""
     response = web.json_response(value, headers=HEADERS)
     response.enable_compression()
     return response

@@ -1,8 +1,8 @@
-"""A live web page of a run, made from the files in the run folder: `areal dashboard RUN_FOLDER`. Of several
-runs it is a page with their curves overlaid.
+"""A live web page of a run, made from the files in the run folder: `areal dashboard RUN_FOLDER`. For several runs, a
+page with their curves overlaid.
 
-The page loads nothing from elsewhere, and asks the server once a second for new data. If it is served on an interface
-other than loopback, requests need a token.
+The page loads nothing from elsewhere, and asks the server once a second for new data. If the server listens on an
+interface other than loopback, requests need a token.
 """
 
 import hmac
@@ -29,11 +29,11 @@ HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]{1,5})?")
 
 
 def application(view: RunView | RunsView, token: str | None) -> web.Application:
-    """The web application: the page at /, its data at /data?stamp=STAMP, where the stamp is that of the data that the
-    page has; and of one run the pages of rollouts and sessions.
+    """The web application: the page at /, and the data at /data?stamp=STAMP, where STAMP marks the data that the page
+    has; for a single run also the pages of rollouts and sessions.
 
-    token: the required value of ?token=; None: no token is required, but the address in the request has to be one of
-    this machine: any web page could otherwise have its own name point to this machine, and read the answers.
+    token: the required value of ?token=. None: no token is required, but the request must name an address of this
+    machine. Otherwise the name of any web page could be pointed at this machine, and the page could read the answers.
     """
 
     @web.middleware
@@ -43,7 +43,7 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
             raise web.HTTPForbidden(text="This page is served as http://127.0.0.1 or http://localhost only.")
         origin = request.headers.get("Origin")
         site, mode, dest = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode", "Dest"))
-        elsewhere = site in ("cross-site", "same-site") and (mode, dest) != ("navigate", "document")  # that is a link
+        elsewhere = site in ("cross-site", "same-site") and (mode, dest) != ("navigate", "document")  # a link
         if elsewhere or (origin is not None and urlsplit(origin).netloc != request.host):
             raise web.HTTPForbidden(text="Another web page may not read this one.")
         if token is not None and not hmac.compare_digest(request.query.get("token", "").encode(), token.encode()):
@@ -69,7 +69,7 @@ def serve(options: Namespace) -> None:
     address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
     app = application(view, token)
     with explain(OSError, f"The page cannot be served at {host}:{port} ({{strerror}}): choose another --port."):
-        # aiohttp counts from the connection on, so the headers of a request have to come within this time too.
+        # aiohttp counts from the connection on, so the limit is also for the headers of a request.
         web.run_app(
             app,
             host=host,

@@ -1,4 +1,4 @@
-"""Shows one episode of a workflow as a tree: what the policy was told, what it sampled, how that was read, rewards."""
+"""Shows an episode of a workflow as a tree: the prompt, the sampled tokens, the parsed answers, and the rewards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from areal.samples.trajectory import Branch, Trajectory, paths
 
 # Longer texts are shown without their middle.
 LONGEST, QUOTED = 2000, 60
-# Tokens of the branch above that are shown where a branch leaves it.
+# Tokens of the branch above, shown where a branch leaves it.
 BEYOND = 16
-# Some of these are in the calls of most models, and rarely in other text.
+# Words in the calls of most models, and rarely in other text.
 _OF_CALLS = ("tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>", '"arguments"')
 
 Decode = Callable[[np.ndarray], str]
-"""The text of tokens, special ones included."""
+"""The text of tokens, with special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A call. number: its place among the answers, from 1. read: the answer as the agent got it, None if the workflow
-    took the tokens as they are. tools: whether tools were offered. reward: that of this call alone, if it has one."""
+    """A call. number: place among the answers, from 1. read: the answer for the agent, None if the workflow took the
+    tokens unparsed. tools: tools were offered. reward: of the call alone, if any."""
 
     number: int
     sampled: Generation
@@ -40,7 +40,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class CompletionScore:
-    """What a reward function said about a completion."""
+    """The score and the parts that a reward function gave a completion."""
 
     name: str
     completion: str
@@ -49,8 +49,8 @@ class CompletionScore:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """title: what was done. sample: None if nothing was sampled. turns: in the order in which `sample` has their
-    tokens. reward: of the sample, None if it failed. warnings: what else may be wrong."""
+    """title: the tried agent and row. sample: None if nothing was sampled. turns: in the order of their tokens in
+    `sample`. reward: of the sample, None after a failure. warnings: sentences on possible mistakes."""
 
     title: str
     sample: Trajectory | None
@@ -70,7 +70,7 @@ def show(episode: Episode, decode: Decode, parser: str, console: Console) -> Non
 
 
 def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) -> Tree:
-    """The sample's conversations and branches with their turns, which are in the order of its tokens."""
+    """The sample's conversations and branches with their turns, in the order of the sample's tokens."""
     root, remaining = Tree(Text(shown(title), style="bold")), iter(turns)
     branches = sample.branches or (Branch(0, len(sample)),)
     every = [np.zeros(0, np.int64), *paths(branches)]
@@ -92,7 +92,7 @@ def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) 
 
 
 def warnings(turns: Sequence[Turn], sample: Trajectory | None, decode: Decode, parser: str) -> list[str]:
-    """What may be wrong with the calls."""
+    """Sentences on possible mistakes in the calls."""
     sentences = []
     if sample is not None and any(branch.shared for branch in sample.branches):
         sentences.append(

@@ -1,6 +1,6 @@
-"""The health check: is the master at an address alive, and is one of its actors healthy?
+"""The health check: is the master at an address alive, and is an actor of the run healthy?
 
-It is for the probes of cluster managers, and for scripts that wait until a run is up.
+The probes of cluster managers use the check, and scripts that wait until a run is up.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ PAUSE_SECONDS = 0.5
 
 
 class UnhealthyError(BusError):
-    """The run or the actor did not become healthy in time. The message says what was missing."""
+    """The run or the actor did not become healthy in time. The message names the missing part."""
 
 
 async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float) -> str:
     """Wait until the master answers and `actor`, such as `generator/0`, is healthy. actor: None waits for the master
-    only. Returns what the run is doing, in one line. Raises UnhealthyError after `seconds`.
+    only. Returns the activity of the run, in a line. Raises UnhealthyError after `seconds`.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds

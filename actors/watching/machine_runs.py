@@ -1,5 +1,5 @@
-"""`areal ps` and `areal stop`: the runs of this machine, and those that were launched. The process that holds a run's
-claim is found in /proc."""
+"""`areal ps` and `areal stop`: the runs of this machine, and launched runs. /proc names the process that holds a run's
+claim."""
 
 import os
 import sys
@@ -21,12 +21,12 @@ from areal.storage.run_folder import config_of_run, steps_trained
 
 PROC = Path("/proc")
 LOOK_SECONDS = 0.2
-# What a run may take to stop beyond `master.drain_seconds`.
+# Time for a run to stop beyond `master.drain_seconds`.
 STOP_SECONDS = 60.0
 
 
 class RunHere(NamedTuple):
-    """process: that the run ends with. starter: the user and program that started it. began: seconds since 1970."""
+    """process: the run ends with it. starter: user and program that started the process. began: seconds since 1970."""
 
     folder: Path
     process: int
@@ -35,7 +35,7 @@ class RunHere(NamedTuple):
 
 
 def runs_here() -> Iterator[RunHere]:
-    """The runs that are in progress on this machine, of this user; for root, of all users."""
+    """The runs of this user in progress on this machine; for root, the runs of all users."""
     for descriptor in PROC.glob("[0-9]*/fd/*"):
         try:
             target, process = Path(os.readlink(descriptor)), psutil.Process(int(descriptor.parents[1].name))
@@ -48,7 +48,7 @@ def runs_here() -> Iterator[RunHere]:
 
 
 def run_in(folder: Path) -> RunHere:
-    """The run that is in progress in a folder. Raises UserError if there is none."""
+    """The run in progress in a folder. Raises UserError if there is none."""
     for run in runs_here():
         if run.folder == folder.resolve():
             return run
@@ -56,11 +56,11 @@ def run_in(folder: Path) -> RunHere:
 
 
 def stop_run(run: RunHere) -> list[str]:
-    """Stop a run in order, also a suspended one (Ctrl-Z), and wait until it has ended. Returns processes that remain.
+    """Stop a run in order, even a suspended run (Ctrl-Z), and wait for the run's end. Returns remaining processes.
     Raises UserError."""
     until = time.monotonic() + config_of_run(run.folder).master.drain_seconds + STOP_SECONDS
     processes: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+    with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
         process = psutil.Process(run.process)
         processes = [process, *process.children(recursive=True)]
         process.terminate()
@@ -101,7 +101,7 @@ def stop(options: Namespace) -> int:
 
 
 def _goes_on(process: psutil.Process) -> bool:
-    """False of a process that has ended, also if nobody has waited for it."""
+    """False for an ended process, even if nobody has waited for it."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -114,7 +114,7 @@ def _is_suspended(process: psutil.Process) -> bool:
 
 
 def _command(process: psutil.Process) -> str:
-    """The beginning of its command line, its program without the folder; empty for one that has ended."""
+    """The beginning of the process's command line, without the program's folder; empty for an ended process."""
     with suppress(psutil.Error):
         program, *arguments = process.cmdline() or [""]
         return " ".join((Path(program).name, *arguments))[:60]

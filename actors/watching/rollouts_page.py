@@ -1,6 +1,6 @@
-"""The dashboard's page of rollouts: lists them by filters, and opens one with its tokens, its group and its prompt.
+"""The dashboard's page of rollouts: lists rollouts by filters, and opens a rollout with its tokens, group and prompt.
 
-The browser sends names of columns and values, never SQL. Queries run in a few threads, with a time limit each.
+The browser sends names of columns and values, never SQL. Queries run in a few threads, with a time limit for each.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from areal.storage.record import Record
 ROWS = 50
 """Rows of a page."""
 QUERIES = 2
-"""Queries that run at the same time; others wait."""
+"""Queries that run at the same time; further queries wait."""
 LONGEST_NUMBER = 9
 DIGITS = 5
 """Decimals of log-probs, advantages and returns of tokens."""
@@ -35,7 +35,7 @@ PAGE = Path(__file__).with_name("rollouts.html")
 
 
 class RolloutPages:
-    """The page at /rollouts, and what it asks for, of a run."""
+    """The page at /rollouts of a run, and the data for the page."""
 
     def __init__(self, record: Record) -> None:
         self._rollouts, self._record = Rollouts(record), record

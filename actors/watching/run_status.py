@@ -9,7 +9,7 @@ from protocols.transport import Bus
 
 
 async def status_of(bus: Bus, master: str, seconds: float, since: int | None = None) -> dict[str, Any]:
-    """The status of the run, from its master. since: include the recent steps after this one. Raises BusError."""
+    """The status of the run, from the master. since: include the recent steps after step `since`. Raises BusError."""
     answer = await bus.peer(master).ask(AskStatus(since=since), seconds)
     if not isinstance(answer, Status):
         raise BusError(f"{master} answered {answer.kind!r}")

@@ -1,4 +1,4 @@
-"""The dashboard's page of sessions: those of users that are alive, how many have ended, and what each key uses."""
+"""The dashboard's page of sessions: users' alive sessions, the number of ended sessions, and the use of every key."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("sessions.html")
 
 
 class SessionPages:
-    """The page at /sessions, and what it asks for, of a run. It reads a copy of the journal, one at a time."""
+    """The page at /sessions of a run, and the data for the page. Reads a copy of the journal, one copy at a time."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -35,8 +35,8 @@ class SessionPages:
 
 
 def sessions_of(record: Record) -> dict[str, Any]:
-    """What the journal says, and of keys the last step's metrics. `expires`: the last version that may train it. Raises
-    as `read_journal`."""
+    """The sessions in the journal, and the keys in the last step's metrics. `expires`: the last version that may train
+    the session. Raises as `read_journal`."""
     journal = read_journal(record)
     ledger = journal.ledger.dump()
     rows = []

@@ -1,4 +1,4 @@
-"""Ways back to a checkpoint: a run goes back to one, or a new run, a fork, begins with one.
+"""Ways back to a checkpoint: a run goes back to a checkpoint, or a new run, a fork, begins with a checkpoint.
 
-In: the folder of a run. Out: the folder as it was at the checkpoint, or that of the fork. Read `rollback.py` first.
+In: the folder of a run. Out: the folder as it was at the checkpoint, or the fork's folder. Read `rollback.py` first.
 """

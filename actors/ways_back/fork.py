@@ -1,8 +1,8 @@
-"""`areal run --fork RUN --at-step N`: a new run that goes on from a checkpoint of another one.
+"""`areal run --fork RUN --at-step N`: a new run that goes on from a checkpoint of another run.
 
-It begins as if that run had gone back to the checkpoint (actors.ways_back.rollback) with an empty spool: with the state
-that the journal keeps of it, and the metrics up to it. What the trainer writes is linked or made anew, so nothing in
-the folder of the other run changes, which may go on meanwhile.
+The fork begins as if the other run had gone back to the checkpoint (actors.ways_back.rollback) with an empty spool:
+with the kept state of the checkpoint from the journal, and the metrics up to the checkpoint. The trainer's files are
+linked or made anew, so nothing in the folder of the other run changes, and the other run may go on.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from areal.storage.run_folder import (
 )
 from areal.weights.folders import link
 
-# Keys that determine what a checkpoint holds; what an index of the data stands for; and what an evaluation measures.
+# Keys for the contents of a checkpoint; for the meaning of an index of the data; and for the measure of an evaluation.
 KEPT = ("model", "trainer.lora")
 OF_ROWS = ("data", "seed")
 OF_EVALUATIONS = (*OF_ROWS, "reward", "sampling", "evaluator", "rollout_manager")
@@ -46,8 +46,8 @@ OTHER_DATA = "the data is another one since the fork"
 
 
 def configuration_of_fork(run: Path, step: int, overrides: Sequence[str]) -> Config:
-    """The configuration of a fork of the run in the folder `run` at a checkpoint: that of the run, with a name of its
-    own and `overrides`. Raises UserError, also if there is no such checkpoint."""
+    """The configuration of a fork of the run in the folder `run` at a checkpoint: the run's configuration, with a new
+    name and `overrides`. Raises UserError, also without such a checkpoint."""
     folder = run.resolve()
     place = {"run_dir": str(folder.parent), "name": f"{folder.name}-fork-{step}"}
     config = config_with(run, place | dict(parsed(override, Config) for override in overrides), secrets=True)
@@ -64,14 +64,14 @@ def configuration_of_fork(run: Path, step: int, overrides: Sequence[str]) -> Con
 
 
 def _changed(stored: Config, config: Config) -> list[str]:
-    """The keys that differ, without those of what was moved."""
+    """The keys that differ, without the keys of moved folders."""
     pairs = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
     return [key for key, old, new in pairs if not is_elsewhere(old, new)]
 
 
 def fork(config: Config, run: Path, step: int) -> list[str]:
-    """Fill the folder of a new run, which is empty, with what it takes from `run`. Returns that in words. The journal
-    is written last: without it, this was not completed, and the folder is no run that could be resumed."""
+    """Fill the empty folder of a new run with the parts taken from `run`. Returns sentences about the parts. The
+    journal is written last: a folder without a journal is an incomplete fork, and no run that could be resumed."""
     parent, past = _state_at(run, step)
     changed = _changed(parent.config, config)
     is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
@@ -99,7 +99,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
 
 
 def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
-    """The newest state of a run, and that of a step that has a checkpoint. Raises UserError."""
+    """The newest state of a run, and the state of a step with a checkpoint. Raises UserError."""
     original = run / JOURNAL
     config = config_of_run(run, secrets=True)
     if not original.is_file():
@@ -113,7 +113,7 @@ def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
 
 
 def _take_checkpoint(source: Path, target: Path, run: str) -> None:
-    """Link a checkpoint into the folder of the run with the identity `run`, as one of its own."""
+    """Link a checkpoint into the folder of the run with the identity `run`, as a checkpoint of that run."""
     shutil.rmtree(target.parent, ignore_errors=True)
     # The other run goes on.
     with explain((FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer one."):

@@ -1,4 +1,4 @@
-"""Moves the rollouts of steps that a run goes back behind into another folder."""
+"""Moves rollouts of undone steps into another folder, when a run goes back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,8 @@ log = structlog.get_logger()
 
 
 def move_rollouts(folder: Path, to: Path, moved: Callable[[str], bool]) -> None:
-    """Move the rows of groups for whose ids `moved` is true into files of the same names in another folder. A call that
-    was interrupted is repeated. A file that cannot be read stays."""
+    """Move the rows of groups for whose ids `moved` is true into files of the same names in another folder. An
+    interrupted call is repeated. An unreadable file stays."""
     for path in files(folder):
         try:
             table = pq.read_table(path, page_checksum_verification=True)

@@ -1,4 +1,4 @@
-"""The master's state at a checkpoint becomes its state again, in the same run or in a fork of it. It does no I/O."""
+"""Makes a state of the master at a checkpoint the present state, in the same run or in a fork. No I/O."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,13 +18,13 @@ from protocols.membership_messages import Policy
 
 
 def return_to(state: RunState, past: dict[str, Any], spooled: Collection[str]) -> None:
-    """Make `state` the state `past`, which `RunState.dump` returned earlier. All actors have ended. Of the groups that
-    were alive those remain that were ready, are `spooled`, and were not deleted by users since. Other rows are
-    generated anew, and other sessions are discarded. Lineages and masters go on with their numbers, and evaluations of
-    the versions that remain are kept."""
+    """Make `state` the state `past`, an earlier result of `RunState.dump`, after the end of all actors. Groups alive in
+    `past` remain if they were ready, are `spooled`, and were not deleted by users since. Other rows are generated anew,
+    and other sessions are discarded. Numbers of lineages and masters go on, and evaluations of the remaining versions
+    are kept."""
     now, config, version = state.dump(), state.config, past["ledger"]["version"]
     rows = [row | {"state": "ready"} if row["state"] == "batched" else row for row in past["ledger"]["groups"]]
-    # Their samples in the spool may be of versions that are undone.
+    # The spooled samples of waiting prompts may be of undone versions.
     waiting = [prompt | {"resumed": False} for prompt in past["ledger"]["requeued"]]
     lost_holds = [m.held.version for m in state.members.values() if m.held and 0 < m.held.version < version]
     scored = now["partial"] is not None and now["partial"][0] <= version
@@ -59,7 +59,7 @@ def return_to(state: RunState, past: dict[str, Any], spooled: Collection[str]) -
 
 
 def become_fork(state: RunState, parent: RunState, past: dict[str, Any], *, keeps_history: bool) -> None:
-    """Make `state`, of a new run, the state `past` of another run, whose newest state is `parent`. keeps_history: the
+    """Make the state of a new run the state `past` of another run with the newest state `parent`. keeps_history: the
     rows are the same, so their history counts."""
     history, run_ahead = state.history.dump(), state.run_ahead.dump()
     state.load(parent.dump())

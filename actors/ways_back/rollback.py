@@ -1,13 +1,13 @@
 """`areal run --resume RUN --from-step N`: a run goes back to a checkpoint, and on from there.
 
-With each version that gets a checkpoint, the journal keeps the master's state at that moment. To go back is to take
-that state again. Groups that were ready then and are still in the spool remain; the other rows that were alive are
-generated anew, as new attempts. What the run has done since is moved into a folder, `abandoned/1` and so on. Sessions
-of users cannot be generated anew. No step trains a session whose reward was acknowledged since; its sample is kept in
-that folder.
+With every version that gets a checkpoint, the journal keeps the master's state at that moment. To go back is to take
+the kept state again. Groups that were ready then and are still in the spool remain; other rows that were alive are
+generated anew, as new attempts. All later results of the run are moved into a folder, `abandoned/1` and so on. Sessions
+of users cannot be generated anew. No step trains a session whose reward was acknowledged since; the folder keeps the
+session's sample.
 
-The journal is written first, in one transaction, which also says that files have to be moved. Whoever resumes a run
-that was killed in between moves the rest.
+The journal is written first, in a single transaction that also says that files have to be moved. If the run is killed
+in between, resuming it moves the remaining files.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from areal.storage.spool import Spool, SpoolError, SpoolPart
 ABANDONED = "abandoned"
 # A spool with the samples of users whose acknowledged rewards are undone.
 SESSIONS = "sessions.db"
-# What the trackers have got is sent again, to new ones.
+# Trackers get all of this again, as new runs.
 MOVED_WHOLE = (SUMMARY, REPORT, "tracked.json", "traced.json", "tensorboard")
 
 
 def go_back(config: Config, version: int | None, agreed: bool = False) -> list[str]:
-    """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
-    agreed: that acknowledged rewards of users are undone. Raises UserError, before anything is changed, if some would
-    be and that is not agreed, if that checkpoint is not kept, or if another process uses the journal or the spool."""
+    """Go back to the checkpoint of `version`, or only finish a way back (None). Returns sentences about the changes.
+    agreed: the user agrees that acknowledged rewards of users are undone. Raises UserError, before any change, without
+    a needed agreement, if the checkpoint is not kept, or if another process uses the journal or the spool."""
     with closing(Journal.open(config.folder / JOURNAL)) as journal:
         state = RunState(config, journal)
         _move_files(config, state)
@@ -101,14 +101,14 @@ def is_session(group_id: str) -> bool:
 
 
 def _acknowledged(state: RunState, version: int) -> set[str]:
-    """The sessions whose users were told that their reward is taken, and that no step up to `version` has trained."""
+    """The sessions with an acknowledged reward that no step up to `version` has trained."""
     taken = (GroupState.READY, GroupState.BATCHED)
     waiting = {group.group_id for group in state.ledger.state.groups if group.session and group.state in taken}
     return waiting | {group for group, (_, step) in state.sessions.trained_sessions.items() if step > version}
 
 
 def _keep_samples(spool: Path, groups: list[str], abandoned: Path) -> int:
-    """Copy the samples of these sessions that are in the spool into a spool of their own. Returns their number."""
+    """Copy the spooled samples of these sessions into a new spool. Returns the number of copied samples."""
     if not groups or not spool.exists():
         return 0
     with closing(Spool.open(spool)) as opened:
@@ -122,7 +122,7 @@ def _keep_samples(spool: Path, groups: list[str], abandoned: Path) -> int:
 
 
 def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Whether what became of a group was decided after the state: it was alive then, or was admitted later."""
+    """Whether a group's fate was decided after the state: the group was alive then, or was admitted later."""
     ledger = past["ledger"]
     alive = {row["group_id"] for row in ledger["groups"]}
     waiting = {row["prompt_index"]: row["attempt"] for row in ledger["requeued"]}
@@ -138,14 +138,14 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path) -> set[str]:
-    """Those of the groups, of `size` samples, that are whole in the spool. An unreadable spool is moved away."""
+    """The groups, of `size` samples, that are whole in the spool. An unreadable spool is moved away."""
     if not spool.exists():
         return set()
     try:
         opened = Spool.open(spool)
     except UserError as error:
         if not isinstance(error.__cause__, sqlite3.DatabaseError) or shortage(error.__cause__, spool.parent):
-            raise  # in use, or it only cannot be written
+            raise  # the spool is in use, or only cannot be written
         for file in spool.parent.glob(f"{spool.name}*"):
             _move(file, abandoned)
         return set()
@@ -160,7 +160,7 @@ def _is_whole(spool: Spool, group: str, size: int) -> bool:
 
 
 def _move_files(config: Config, state: RunState) -> None:
-    """Move what the run has done after the version that it has gone back to. Every part may be repeated."""
+    """Move all results after the version that the run has gone back to. Every part may be repeated."""
     if (version := state.abandoning) is None:
         return
     folder, abandoned, past = config.folder, _abandoned(config, state.rollbacks), state.journal.kept(version)
@@ -187,7 +187,7 @@ def _move_files(config: Config, state: RunState) -> None:
 
 
 def _abandoned(config: Config, number: int) -> Path:
-    """The folder for what came after the checkpoint that the run has gone back to, or is about to."""
+    """The folder for all results after the checkpoint that the run has gone back to, or is about to."""
     return config.folder / ABANDONED / f"{number}"
 
 

@@ -1,9 +1,9 @@
-"""Weight transfer: generators read weights from a shared folder, or receive them as a stream from other actors.
+"""Weight transfer: generators read weights from a shared folder, or receive weights as a stream from other actors.
 
-With streaming, a generator fetches from the actor that `areal.weights.relay` chooses. It already serves the chunks that
-it has to other generators while it still receives the rest. It accepts a chunk only if the chunk has the checksum that
-was published, no matter which actor sent it. If a source fails, the generator continues with the next source, after the
-last good chunk.
+With streaming, `areal.weights.relay` chooses the actor from which a generator fetches. The generator serves received
+chunks to other generators while it still receives the rest. A generator accepts a chunk only with the published
+checksum, no matter which actor sent the chunk. If a source fails, the generator continues with the next source, after
+the last good chunk.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ from protocols.messages import Message
 from protocols.transport import Bus, Request
 from protocols.weight_messages import FetchWeights, WeightChunk, WeightFile, WeightFiles
 
-# How long a server waits for a version that it does not have yet. A generator that is still loading the version before
-# has to begin to fetch the next one within this time; otherwise the asker tries another source.
+# How long a server waits for a version that it does not have yet. A generator that still loads the version before has
+# to begin to fetch the next version within this time; otherwise the asker tries another source.
 PATIENCE_SECONDS = 10.0
-# A receiver that gets no chunk for this long tries another source: the sender is alive, but gets no chunks itself. Has
-# to be longer than PATIENCE_SECONDS, which the sender waits.
+# A receiver without a chunk for this long tries another source: the sender is alive, but gets no chunks. Has to be
+# longer than PATIENCE_SECONDS, for which the sender waits.
 STALL_SECONDS = 20.0
 RETRY_SECONDS = 1.0
-# Timeout of one stream. A stream without any message breaks much earlier.
+# Timeout of a stream. A stream without any message breaks much earlier.
 FETCH_SECONDS = 24 * 3600.0
-# The most chunks that are read, compared, checked or written together, in a thread: so many are few hand-overs.
+# The most chunks to read, compare, check or write at once in a thread: large batches mean few hand-overs.
 CHUNKS_AT_ONCE = 8
 PACKERS = ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="packer")
-# Versions that a generator keeps: the one in use, and the one that arrives as a difference from it.
+# Versions that a generator keeps: the version in use, and the next version, which arrives as a difference.
 KEPT_BY_GENERATOR = 2
 
 Version = tuple[int, int]
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 
 class WeightServer(HandlesRequests):
-    """Sends weights to other actors. It keeps `limit` (at least two): the last offered and the newest."""
+    """Sends weights to other actors. Keeps `limit` versions (at least two): the last offered and the newest."""
 
     def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
@@ -60,7 +60,7 @@ class WeightServer(HandlesRequests):
         self._progress = Notifier()
 
     def offer(self, version: Version, held_version: HeldVersion) -> None:
-        """Serve this version from now on: the chunks that it has, and further ones as they arrive."""
+        """Serve this version from now on: the present chunks, and further chunks as they arrive."""
         self._held_versions[version] = held_version
         for old in sorted(self._held_versions.keys() - {version})[: 1 - self._limit]:
             self._drop(old)
@@ -69,8 +69,8 @@ class WeightServer(HandlesRequests):
     @handles(FetchWeights)
     async def serve(self, request: Request[FetchWeights]) -> AsyncGenerator[Message, None]:
         """The answer to FetchWeights: the list of files, then the chunks. Raises BusError: BusyError for a version that
-        does not arrive in time, RefusedError for one that is no longer kept, StreamBrokenError if a chunk cannot be
-        sent."""
+        does not arrive in time, RefusedError for a version no longer kept, StreamBrokenError if a chunk cannot be sent.
+        """
         message = request.message
         held_version = await self._held_version((message.lineage, message.version))
         base = self._base(message.base, held_version)
@@ -110,8 +110,8 @@ class WeightServer(HandlesRequests):
 
 
 class WeightFetcher(WeightServer):
-    """Brings the weights of policies to the machine of the generator `index`, into `folder`, and serves them to other
-    generators. members: those of a role in the run. newest: the newest published policy."""
+    """Brings the weights of policies to the machine of the generator `index`, into `folder`, and serves the weights to
+    other generators. members: returns the run's members of a role. newest: returns the newest published policy."""
 
     def __init__(
         self,
@@ -132,15 +132,15 @@ class WeightFetcher(WeightServer):
         self._sources = Sources(index)
         self._removals: list[asyncio.Future[None]] = []
         mark = bus.identity.name.rpartition("#")[2]
-        # With the incarnation in its name, because a replaced generator of the same index may still be running.
+        # With the incarnation in the name: a replaced generator of the same index may still be running.
         self._folder = folder / f"generator-{index}-{mark}"
         if self._config.transport != "folder":
             for leftover in self._folder.parent.glob(f"generator-{index}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     async def fetch(self, policy: Policy) -> Path:
-        """The folder with the policy's weights, after their checksums were checked. Raises TornWeights if the complete
-        weights cannot be had; those of a newer policy may be available."""
+        """The folder with the policy's weights, after a check of the checksums. Raises TornWeights if no source has the
+        complete weights; a newer policy may be available."""
         if not policy.stamp:
             return Path(policy.folder)
         started = time.perf_counter()
@@ -149,7 +149,7 @@ class WeightFetcher(WeightServer):
         return folder
 
     def close(self) -> None:
-        """Remove all weights that were fetched."""
+        """Remove all fetched weights."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -157,7 +157,7 @@ class WeightFetcher(WeightServer):
         return self._config.transport == "stream"
 
     async def _read_shared(self, policy: Policy) -> Path:
-        """The trainer's folder or, after a direct transfer that failed, a copy of it if it is not shared."""
+        """The trainer's folder or, after a failed direct transfer, a copy of the folder unless the folder is shared."""
         try:
             return await _checked(policy)
         except TornWeights:
@@ -187,7 +187,7 @@ class WeightFetcher(WeightServer):
         base = max(self._held_versions, default=None) if self._config.delta else None
         while version not in self._held_versions or not self._held_versions[version].complete:
             now = asyncio.get_running_loop().time()
-            # After a direct transfer no generator has files that it could pass on.
+            # After a direct transfer no generator has files to pass on.
             senders = self._members("generator") if self._streams else ()
             addresses = {m.index: m.address for m in senders}
             source = self._sources.choose(addresses, now)
@@ -199,7 +199,7 @@ class WeightFetcher(WeightServer):
                     "weights did not arrive", version=policy.version, sender=sender, error=str(error) or "stalled"
                 )
                 if isinstance(error, TornWeights):
-                    base = None  # perhaps the base version is torn, not the new one
+                    base = None  # perhaps the base version is torn, not the new version
                 overtaken = self._newest().identity > version
                 if not (overtaken and isinstance(error, RefusedError)):  # otherwise the sender just has a newer version
                     self._sources.failed(source, now)
@@ -210,7 +210,7 @@ class WeightFetcher(WeightServer):
         log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
-        """Receive the chunks that are still missing. Raises BusError, TornWeights, TimeoutError after STALL_SECONDS."""
+        """Receive the missing chunks. Raises BusError, TornWeights, TimeoutError after STALL_SECONDS."""
         version = policy.identity
         held_version = self._held_versions.get(version)
         ask = FetchWeights(
@@ -246,7 +246,7 @@ class WeightFetcher(WeightServer):
 
     def _drop(self, version: Version) -> None:
         super()._drop(version)
-        # In a thread: to free the memory or the blocks of many gigabytes takes seconds.
+        # In a thread: freeing the memory or the blocks of many gigabytes takes seconds.
         removal = asyncio.to_thread(remove_folder, self._folder_of(version))
         self._removals.append(asyncio.ensure_future(removal))
 
@@ -270,7 +270,7 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
 
 
 class _ChunkIntake:
-    """Adds received chunks to `held_version`, in a thread, while more arrive. base: what differences are from."""
+    """Adds received chunks to `held_version`, in a thread, while more arrive. base: the version below differences."""
 
     def __init__(self, held_version: HeldVersion, base: HeldVersion | None, progress: Notifier) -> None:
         self._held_version = held_version
@@ -280,8 +280,8 @@ class _ChunkIntake:
         self._adding: asyncio.Task[None] | None = None
 
     async def add(self, part: WeightChunk) -> None:
-        """Take a chunk over; waits while too many are not added yet. Raises TornWeights if one that came before it, or
-        itself, is not as published, and OSError."""
+        """Take a chunk over; waits while too many chunks are not added yet. Raises TornWeights if this chunk or an
+        earlier chunk is not as published, and OSError."""
         self._waiting.append(part)
         if self._adding is None or self._adding.done():
             await self.end()
@@ -290,7 +290,7 @@ class _ChunkIntake:
             await self._adding
 
     async def end(self) -> None:
-        """Wait until all are added. Raises as `add` does."""
+        """Wait until all chunks are added. Raises as `add` does."""
         if self._adding is not None:
             await self._adding
 
