@@ -1,4 +1,4 @@
-"""How one sample of a prompt is produced: sessions, conversations, built-in workflows, tools.
+"""How a sample of a prompt is produced: sessions, conversations, built-in workflows, tools.
 
 In: a session and a row. Out: a trajectory. Read `session.py` first, then `builtin.py` and `conversation.py`.
 

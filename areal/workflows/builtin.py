@@ -1,10 +1,10 @@
-"""Workflows: how one sample of a prompt is produced. A workflow is one async function of a session and a row.
+"""Workflows: how a sample of a prompt is produced. A workflow is an async function of a session and a row.
 
     async def my_workflow(session: Session, row: Row, *, depth: int = 3) -> Trajectory: ...
 
-`rollout_manager.workflow: package.module:my_workflow` selects it; `rollout_manager.workflow_options: {depth: 5}` sets
-its keyword arguments. A workflow handles tokens exactly as the engine saw them (areal.workflows.conversation). Text is
-decoded only for rewards, tools and environments. See docs/workflows.md.
+`rollout_manager.workflow: package.module:my_workflow` selects the workflow; `rollout_manager.workflow_options: {depth:
+5}` sets keyword arguments. A workflow handles tokens exactly as the engine saw them (areal.workflows.conversation).
+Text is decoded only for rewards, tools and environments. See docs/workflows.md.
 """
 
 import functools
@@ -33,9 +33,9 @@ FEEDBACK = "That is not correct. Try again."
 
 def with_hooks(**hooks: Callable[..., Any]) -> Callable[[W], W]:
     """Give a workflow hooks. `check(options)` raises UserError for options that do not fit. `rehearse(options,
-    sandbox)` raises UserError before the run if what the samples will do fails. `examine(options, rows)` looks at some
-    rows before the run, prints notes and raises UserError. `texts(options)` returns the texts that the workflow itself
-    gives to the policy, for any row."""
+    sandbox)` tries the work of the samples once before the run, and raises UserError if the work fails.
+    `examine(options, rows)` looks at some rows before the run, prints notes and raises UserError. `texts(options)`
+    returns the texts that the workflow itself gives to the policy, for any row."""
 
     def hooked(workflow: W) -> W:
         vars(workflow).update(hooks)
@@ -45,7 +45,7 @@ def with_hooks(**hooks: Callable[..., Any]) -> Callable[[W], W]:
 
 
 async def single_turn(session: Session, row: Row) -> Trajectory:
-    """Samples one completion of the prompt and scores it."""
+    """Sample a completion of the prompt, and score the completion."""
     talk, messages = begin(session.tokenizer, row.prompt, row.tools)
     sampled = await session.generate(talk.prompt(messages))
     completion = talk.add(sampled)["content"]
@@ -66,9 +66,9 @@ async def multi_turn(
     feedback: str = FEEDBACK,
     pass_score: float = 1.0,
 ) -> Trajectory:
-    """Attempts until one scores at least `pass_score`, at most `max_turns`. After each attempt that does not, the
-    policy gets `feedback`, in which `{prompt}` stands for the prompt. The reward is the score of the last attempt,
-    times `discount` for each attempt before it."""
+    """Sample attempts until an attempt scores at least `pass_score`, but at most `max_turns`. After a worse attempt the
+    policy gets `feedback`, with the prompt in place of `{prompt}`. The reward is the last attempt's score, times
+    `discount` for every earlier attempt."""
     talk, messages = begin(session.tokenizer, row.prompt, row.tools)
     score = 0.0
     async for attempt in turns(session, talk, messages, max_turns):
@@ -82,9 +82,8 @@ async def multi_turn(
 async def turns(
     session: Session, talk: Conversation, messages: list[Message], max_turns: int, keep: Keep | None = None
 ) -> AsyncIterator[str]:
-    """The policy's turns, as text: `max_turns` of them, or fewer if there is no room for more. `keep` may end a turn.
-    Each turn is appended to `messages`; before the next turn, the caller appends the messages that come between
-    them."""
+    """Yield the policy's turns, as text: `max_turns` turns, or fewer if there is no room for more. `keep` may end a
+    turn. A turn is appended to `messages`; before the next turn, the caller appends the messages in between."""
     for _ in range(max_turns):
         sampled = await session.generate(talk.prompt(messages), keep=keep, pictures=parts_of(messages))
         if not len(sampled.tokens):
@@ -96,7 +95,7 @@ async def turns(
 
 
 def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
-    """The workflow of this name, or `package.module:function`, with its options set. Raises UserError."""
+    """Return the workflow named `name` or `package.module:function`, with the options set. Raises UserError."""
     workflow = extensions.find("workflow", name, "The workflow")
     bound = bound_workflow(name, workflow, options)
     if check := getattr(workflow, "check", None):
@@ -105,20 +104,20 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 
 
 def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
-    """The texts that a workflow of the table itself gives to the policy, for any row."""
+    """Return the texts that a workflow in the table of extensions gives to the policy itself, for any row."""
     texts = _hook(name, "texts")
     return texts(options) if texts else []
 
 
 def rehearse(name: str, options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
-    """Try once what the samples of a workflow of the table will do, which may take a while: make an environment, start
-    MCP servers. Raises UserError."""
+    """Try the work of a workflow in the table once, for example make an environment or start MCP servers. May take a
+    while. Raises UserError."""
     if rehearsal := _hook(name, "rehearse"):
         rehearsal(options, sandbox)
 
 
 def examine(name: str, options: Mapping[str, Any], rows: Iterator[Row]) -> None:
-    """Have a workflow of the table look at some rows. It prints notes. Raises UserError."""
+    """Have a workflow in the table look at some rows and print notes. Raises UserError."""
     if examination := _hook(name, "examine"):
         examination(options, rows)
 
@@ -129,14 +128,14 @@ def _hook(name: str, kind: str) -> Callable[..., Any] | None:
 
 
 def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
-    """The workflow with its options set. name: for messages. Raises UserError."""
+    """Return the workflow with the options set. name: for messages. Raises UserError."""
     if not _is_async(workflow):
         raise UserError(f"The workflow {name!r} is no async function: write `async def` (areal docs workflows).")
     return functools.partial(workflow, **_checked(name, workflow, options))
 
 
 def _is_async(workflow: Any) -> bool:
-    """Whether it is an async function, or a partial, a decorator or an object with `__call__` around one."""
+    """Whether the workflow is an async function, or a partial, a decorator or an object with `__call__` around one."""
     while workflow is not None and not inspect.iscoroutinefunction(workflow):
         if callable(workflow) and inspect.iscoroutinefunction(type(workflow).__call__):
             return True
@@ -145,7 +144,7 @@ def _is_async(workflow: Any) -> bool:
 
 
 def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options; those of a workflow of the table have the types of its parameters. Raises UserError."""
+    """Return the options. The options of a workflow in the table have the types of the parameters. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     signature = inspect.signature(workflow)
     option_names = ", ".join([*signature.parameters][2:]) or "no options"

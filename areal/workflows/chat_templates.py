@@ -1,8 +1,8 @@
-"""What a model's chat template writes before the first sampled turn, and between two of them.
+"""The text of a model's chat template before the first sampled turn, and between two sampled turns.
 
-A template renders whole messages, but a sampled turn is kept as it was sampled. So the turns are rendered with a
-placeholder for what was sampled, and what follows the last placeholder is what comes between. A turn with calls is
-rendered with them: some templates write the results of tools only beside their calls, or name them by their place.
+A template renders whole messages, but a sampled turn is kept unchanged. So the turns are rendered with a placeholder
+for the sampled text, and the text after the last placeholder comes between the turns. A turn with calls is rendered
+with its calls: some templates write results of tools only beside the calls, or name results by their place.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from areal.samples.tokenizer import special_tokens, stop_tokens
 
 Message = dict[str, Any]
 
-# Placeholders for what was sampled, in the last turn and in earlier ones: no template changes them.
+# Placeholders for the sampled text, in the last turn and in earlier turns: no template changes them.
 _LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
 EXAMPLE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -30,16 +30,16 @@ EXAMPLE_TOOL: dict[str, Any] = {
 }
 EXAMPLE_ARGUMENTS = {"argument": "value 8305"}
 NO_TOOLS = "the model's chat template shows it no tools: choose a model whose template does"
-# What templates take out of messages, such as /no_think.
+# Marks that templates take out of messages, such as /no_think.
 _MARK = re.compile(r"(?<!\S)/\w+(?!\S)")
 # The most tokens that a template writes to end a turn.
 _END_TOKENS = 256
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. tools: those that it shows to the policy.
+    """The chat template of a tokenizer. tools: shown to the policy.
 
-    The methods raise ValueError if the template does not show a message, and whatever the template raises.
+    The methods raise ValueError if the template does not show a message, and any error of the template.
     """
 
     def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> None:
@@ -49,15 +49,15 @@ class ChatTemplate:
         self._in_parts = _in_parts(tokenizer, str(tokenizer.chat_template))
 
     def first(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the messages, and of the beginning of the assistant's turn."""
+        """Return the tokens of the messages, and of the beginning of the assistant's turn."""
         text = self._render(messages)
         self._check_shown(messages, text)
         self._check_tools(messages, text)
         return list(encoded_first(self._tokenizer, text))
 
     def between(self, past: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
-        """The tokens between the last message of `past`, which was sampled as `turn`, and the next turn, without those
-        at the end of a turn that the policy has sampled itself. ended: whether it has ended the turn."""
+        """Return the tokens between the last message of `past`, which was sampled as `turn`, and the next turn, without
+        end tokens that the policy has sampled itself. ended: whether the policy has ended the turn."""
         failure = ValueError("no turn was sampled")
         for form in _forms(past):
             try:
@@ -67,13 +67,13 @@ class ChatTemplate:
         raise failure
 
     def end(self, messages: Sequence[Message]) -> list[int]:
-        """What the template writes after an answer to the messages, where nothing follows."""
+        """Return the tokens that the template writes after an answer to the messages, if nothing follows."""
         text = self._render([*messages, {"role": "assistant", "content": _LAST}], continues=False)
         return self._encode(self._after(text))
 
     def check(self) -> None:
-        """Raises ValueError if what comes between two turns is not what the template writes there in a rendering of the
-        whole. With tools, the first turn has two calls or, if the template refuses these, one."""
+        """Raises ValueError if the tokens between two turns differ from a rendering of the whole conversation. With
+        tools, the first turn has two calls, or one call if the template refuses two."""
         failure = None
         for calls, arguments in itertools.product((2, 1), (dict, json.dumps)) if self._tools else [(0, dict)]:
             try:
@@ -85,8 +85,8 @@ class ChatTemplate:
         raise ValueError(f"{self._name} refuses such a conversation: {failure}")
 
     def example_calls(self) -> list[list[int]]:
-        """A turn with a call of EXAMPLE_TOOL as the policy would sample it, in each form in which the template writes
-        one; empty if the template shows no calls. Raises ValueError if the template refuses them all."""
+        """Return a turn with a call of EXAMPLE_TOOL as the policy would sample it, in every form of the template; empty
+        if the template shows no calls. Raises ValueError if the template refuses all forms."""
         turns, failure = {}, None
         for arguments, content in itertools.product((dict, json.dumps), ("", None)):
             question, turn, _ = _example([EXAMPLE_TOOL], 1, arguments)
@@ -102,8 +102,8 @@ class ChatTemplate:
         return [turn for text, turn in turns.items() if all(word in text for word in said)]
 
     def _answered(self, question: Message, turn: Message) -> tuple[list[int], int, int]:
-        """The tokens of a question and a turn, and the places where the policy's own tokens begin and end: with the
-        first token that ends a sequence or, without one, with the last special token."""
+        """Return the tokens of a question and a turn, and the places where the policy's own tokens begin and end. The
+        end is the first token that ends a sequence or, without such a token, the last special token."""
         head = self._encode(self._render([question]))
         answered = self._encode(self._render([question, turn], continues=False))
         start = next((i for i, (a, b) in enumerate(zip(head, answered, strict=False)) if a != b), len(head))
@@ -123,7 +123,7 @@ class ChatTemplate:
 
     def _rest(self, turns: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
         text, has_calls = self._render([*turns, *new]), "tool_calls" in turns[-1]
-        if has_calls and _LAST not in text:  # it shows no arguments: what follows begins with the turn
+        if has_calls and _LAST not in text:  # no arguments are shown: the ending begins with the turn
             head = self._render(turns[:-1])
             text = text.replace(head, head + _LAST, 1) if text.startswith(head) else text
         tokens = self._encode(self._after(text))
@@ -140,8 +140,8 @@ class ChatTemplate:
         return ending
 
     def _written(self, tokens: Sequence[int], turn: Sequence[int], ended: bool, has_calls: bool) -> int:
-        """How many of `tokens`, which follow the placeholder, need not be written, as the turn ends with the last of
-        them. Those before what it ends with are white space and special tokens or, with calls, the end of arguments."""
+        """Return how many of `tokens`, which follow the placeholder, the turn itself ends with. Before this end stand
+        white space and special tokens or, with calls, the end of arguments."""
         special = special_tokens(self._tokenizer)
         start = next((i for i, token in enumerate(tokens) if token in special), 0) if has_calls else 0
         while start < len(tokens) and (tokens[start] in special or not self._tokenizer.decode(tokens[start]).strip()):
@@ -191,7 +191,7 @@ class ChatTemplate:
 
 
 def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> tuple[Message, Message, list[Message]]:
-    """A question, a turn of the assistant and what follows. arguments: makes those of calls."""
+    """Return a question, a turn of the assistant and further messages. arguments: makes a call's arguments."""
     question = {"role": "user", "content": "Question 4071?"}
     if not tools:
         return (
@@ -209,7 +209,7 @@ def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> 
 
 
 def writes_calls(tokenizer: Any) -> bool:
-    """Whether the chat template writes calls of tools, or refuses them."""
+    """Whether the chat template writes calls of tools, or refuses calls."""
     try:
         return bool(tokenizer.chat_template and ChatTemplate(tokenizer, [EXAMPLE_TOOL]).example_calls())
     except ValueError:
@@ -217,8 +217,8 @@ def writes_calls(tokenizer: Any) -> bool:
 
 
 def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages with placeholders for what was sampled: with calls, whose arguments are an object or text, and then
-    without calls. Each suits some templates."""
+    """Yield the messages with placeholders for sampled text: first with calls, whose arguments are an object or text,
+    then without calls. Different templates need different forms."""
     has_calls = any(message.get("tool_calls") for message in past)
     for arguments in (dict, json.dumps, None) if has_calls else (None,):
         earlier = [_placed(message, _EARLIER, arguments) for message in past[:-1]]
@@ -226,7 +226,7 @@ def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _placed(message: Message, placeholder: str, arguments: Any) -> Message:
-    """The message, with a placeholder if it was sampled. arguments: makes those of calls; None: without calls."""
+    """Return the message, with a placeholder if sampled. arguments: makes a call's arguments; None: no calls."""
     if message["role"] != "assistant":
         return message
     calls = message.get("tool_calls")
@@ -238,7 +238,7 @@ def _placed(message: Message, placeholder: str, arguments: Any) -> Message:
 
 
 def _texts_of(message: Message) -> Iterator[str]:
-    """What a message says that has to be shown: not the thinking of earlier turns, nor what was said beside calls."""
+    """Yield texts of a message that must be shown: not thinking of earlier turns, nor text beside calls."""
     for call in message.get("tool_calls") or ():
         yield call["function"]["name"]
     if not message.get("tool_calls"):
@@ -248,13 +248,13 @@ def _texts_of(message: Message) -> Iterator[str]:
 
 
 def parts_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """The parts of messages that are pictures, in order."""
+    """Return the parts of messages that are pictures, in order."""
     contents = [content for message in messages if isinstance(content := message.get("content"), list)]
     return [part for content in contents for part in content if part.get("type") == "image"]
 
 
 def _stands(text: str, shown: str) -> bool:
-    """Whether the text stands in what is shown, trimmed, as JSON, or all its words in order, in whatever case."""
+    """Whether `shown` contains the text: trimmed, as JSON, or all words of the text in order, in any case."""
     text, shown = text.strip().casefold(), shown.casefold()
     if text in shown or json.dumps(text)[1:-1] in shown:
         return True
@@ -272,7 +272,7 @@ def _parts(content: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _in_parts(tokenizer: Any, template: str) -> bool:
-    """Whether the template shows content only as a list of parts. template: its text, by which the answer is kept."""
+    """Whether the template shows content only as a list of parts. template: the text, as the key of the cache."""
     for content in (_LAST, _parts(_LAST)):
         try:
             shown = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
@@ -285,5 +285,5 @@ def _in_parts(tokenizer: Any, template: str) -> bool:
 
 @lru_cache(maxsize=64)
 def encoded_first(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Cached, because all samples of a group begin with the same text, which may be long. Later texts differ."""
+    """Encode a conversation's first text. Cached: all samples of a group begin with it, and it may be long."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,9 +1,9 @@
 """A conversation of several turns, as tokens. Sampled tokens are kept exactly as they were sampled.
 
 Decoding tokens and encoding the text again need not give the same tokens. A chat template may also render an earlier
-turn differently from how it was sampled (without its thinking, or with white space cut). Therefore sampled turns are
-never rendered. The tokens between two sampled turns are what the template writes *after* the assistant's content for
-the messages that came in between.
+turn differently from the sampled turn (without thinking, or with white space cut). Therefore sampled turns are never
+rendered. Between two sampled turns stand the tokens that the template writes *after* the assistant's content for the
+messages in between.
 """
 
 import bisect
@@ -20,30 +20,30 @@ from areal.samples.table import Generation, joined, unsampled
 from areal.samples.trajectory import Trajectory
 from areal.workflows.chat_templates import NO_TOOLS, ChatTemplate, Message, encoded_first
 
-# Keys of a message that some agents send back as they got them, and others leave out.
+# Keys of a message that some agents send back unchanged, and other agents leave out.
 THINKING = ("reasoning", "reasoning_content")
-# Tokens that are decoded again together with new ones: the text of a token may depend on those before it.
+# Tokens that are decoded again together with new tokens: the text of a token may depend on the tokens before.
 OVERLAP_TOKENS = 8
-# The most tokens that a character takes.
+# The most tokens of a character.
 CHARACTER_TOKENS = 4
-# What a decoder writes for a character of which it has not all bytes yet.
+# The text that a decoder writes for a character with missing bytes.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 Keep = Callable[[np.ndarray], int | None]
-"""Gets all tokens sampled so far. Returns None to continue, or how many of these tokens to keep and end with."""
+"""Gets all tokens sampled so far. Returns None to continue, or the number of tokens to keep and to end with."""
 
 
 class Conversation:
-    """The tokens of one sample. For each turn, call `prompt`, generate from its result, and `add` what was sampled.
+    """The tokens of a sample. For each turn, call `prompt`, generate from the result, and `add` the sampled turn.
 
         tokens = conversation.prompt(messages)
         messages.append(conversation.add(await session.generate(tokens)))
         messages.append({"role": "user", "content": "Are you sure?"})
         tokens = conversation.prompt(messages)  # begins with all tokens so far
 
-    tools: passed to the chat template. plain: no chat template, even if the tokenizer has one; texts are joined as they
-    are. `messages`: all messages up to the last sampled turn, that one included. `generations`: the sampled turns.
+    tools: passed to the chat template. plain: no chat template, even if the tokenizer has a template; texts are joined
+    unchanged. `messages`: all messages up to and including the last sampled turn. `generations`: the sampled turns.
     """
 
     def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None, *, plain: bool = False) -> None:
@@ -51,12 +51,12 @@ class Conversation:
         self._tools = tools
         self._template = None if plain or not tokenizer.chat_template else ChatTemplate(tokenizer, tools)
         self._last_prompt: tuple[list[Message], list[int]] | None = None
-        self._openings: list[list[int]] = []  # the tokens before each of `generations` that were not sampled
+        self._openings: list[list[int]] = []  # the unsampled tokens before each of `generations`
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
     def copy(self) -> "Conversation":
-        """A conversation that goes on from here by itself."""
+        """Return an independent conversation that continues from here."""
         branch = Conversation(self._tokenizer, self._tools, plain=self._template is None)
         branch._openings, branch.messages = self._openings.copy(), self.messages.copy()
         branch.generations = self.generations.copy()
@@ -67,16 +67,16 @@ class Conversation:
         return sum(map(len, self._openings)) + sum(map(len, self.generations))
 
     def continues(self, messages: Sequence[Message]) -> bool:
-        """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
-        ignored, and so are thinking, and whether a text comes whole or in parts."""
+        """Whether `messages` begin with all messages so far, sampled turns included. The comparison ignores keys with
+        the value None, thinking, and the split of a text into parts."""
         begin = messages[: len(self.messages)]
         return [compared(m) for m in begin] == [compared(m) for m in self.messages]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens to generate the next assistant turn from. A second call before `add` replaces the first.
+        """Return the tokens to generate the next assistant turn from. A second call before `add` replaces the first.
 
         Raises ValueError if `messages` do not continue this conversation (a branch needs another Conversation), or if
-        the chat template does not show one of them.
+        the chat template does not show a message.
         """
         if not self.continues(messages):
             raise ValueError("the messages do not begin with those of this conversation")
@@ -86,10 +86,10 @@ class Conversation:
         return [*chain.from_iterable([*opening, *turn.tokens.tolist()] for opening, turn in turns), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
-        """Add what was sampled from the last `prompt`. Returns the assistant's message with its text.
+        """Add a turn sampled from the last `prompt`. Returns the assistant's message with the text of the turn.
 
-        message: the turn as the other side sees it, if that differs from the text (for example with tool calls parsed
-        from it); `continues` then compares with this message.
+        message: the turn as the other side sees it, if different from the text (for example with parsed tool calls);
+        `continues` then compares with this message.
         """
         if self._last_prompt is None:
             raise ValueError("nothing was asked that this could answer: call prompt first")
@@ -102,15 +102,15 @@ class Conversation:
         return message
 
     def end(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens that the chat template writes after an answer to these messages, if nothing follows."""
+        """Return the tokens that the chat template writes after an answer to these messages, if nothing follows."""
         return [] if self._template is None else self._template.end(messages)
 
     def text(self, sampled: Generation) -> str:
-        """The sampled text, without special tokens."""
+        """Return the sampled text, without special tokens."""
         return _decoded(self._tokenizer, sampled.tokens)
 
     def trajectory(self, reward: float) -> Trajectory:
-        """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is no score."""
+        """Return all turns as a sample. Raises ValueError if nothing was sampled, or if the reward is no score."""
         if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
         turns = zip(map(unsampled, self._openings), self.generations, strict=True)
@@ -125,7 +125,7 @@ class Conversation:
         return self._template.first(messages)
 
     def _between(self, new: Sequence[Message]) -> list[int]:
-        """The tokens between the last sampled turn and the next one."""
+        """Return the tokens between the last sampled turn and the next turn."""
         if self._template is None:
             return self._tokenizer.encode(_plain_text(new), add_special_tokens=False)
         sampled = self.generations[-1]
@@ -135,40 +135,40 @@ class Conversation:
 def begin(
     tokenizer: Any, prompt: Prompt, tools: list[dict[str, Any]] | None = None
 ) -> tuple[Conversation, list[Message]]:
-    """A new conversation and its first messages. Messages are rendered by the tokenizer's chat template, if it has one.
-    If the prompt is text, it is used as it is, and so are all later messages. tools: of the row, which the template
-    shows; nobody answers calls of them."""
+    """Return a new conversation and the first messages. The tokenizer's chat template, if any, renders messages. A
+    prompt that is text is used unchanged, and so are all later messages. tools: the row's, for the template to show;
+    calls of these tools get no answer."""
     return Conversation(tokenizer, tools, plain=isinstance(prompt, str)), messages_of(prompt)
 
 
 def messages_of(prompt: Prompt) -> list[Message]:
-    """The prompt as messages. A text is one of the user."""
+    """Return the prompt as messages. A text becomes a message of the user."""
     return [user(prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the chat template does not show the tools to the policy, or not the results of calls."""
+    """Raises ValueError if the chat template does not show the policy the tools, or the results of calls."""
     Conversation(tokenizer, tools).prompt(messages)
     _check_results(tokenizer, str(tokenizer.chat_template), json.dumps(tools))
 
 
 @lru_cache(maxsize=64)
 def _check_results(tokenizer: Any, template: str, tools: str) -> None:
-    """Once for all samples with these tools, which are JSON."""
+    """Check once for all samples with these tools, given as JSON."""
     ChatTemplate(tokenizer, json.loads(tools)).check()
 
 
 def user(text: str) -> Message:
-    """A message to the policy, with the role user."""
+    """Return a message to the policy, with the role user."""
     return {"role": "user", "content": text}
 
 
 def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool]) -> Keep:
-    """A `Keep` that ends a turn after the fewest tokens whose text satisfies `holds`.
+    """Return a `Keep` that ends a turn after the fewest tokens whose text satisfies `holds`.
 
-    If `holds` is true of a text, it must be true of every text that begins with it, and it can become true only where
-    one of `marks` ends. So only new text is decoded and searched for these, and `holds` is asked when one is found. It
-    has to be fast: a policy may write nothing but marks.
+    If `holds` is true of a text, `holds` must be true of every longer text with this beginning, and can become true
+    only where one of `marks` ends. So only new text is decoded and searched for marks, and `holds` is called after a
+    mark. `holds` has to be fast: a policy may write nothing but marks.
     """
     grown = GrownText(tokenizer)
 
@@ -184,28 +184,28 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
 
 
 def keep_until_text(tokenizer: Any, texts: Sequence[str]) -> Keep:
-    """A `Keep` that ends a turn after the fewest tokens whose text has one of `texts` in it."""
+    """Return a `Keep` that ends a turn after the fewest tokens whose text contains any of `texts`."""
     return keep_until(tokenizer, texts, lambda text: any(stop in text for stop in texts))
 
 
 def first_of(first: Keep | None, second: Keep) -> Keep:
-    """A `Keep` that ends a turn where the first of two does."""
+    """Return a `Keep` that ends a turn where `first` or `second` does, whichever comes first."""
     if first is None:
         return second
     return lambda tokens: min((end for keep in (first, second) if (end := keep(tokens)) is not None), default=None)
 
 
 class GrownText:
-    """The text of a turn, decoded as its tokens come."""
+    """The text of a turn, decoded as tokens arrive."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.text = ""
         self._tokenizer = tokenizer
-        self._settled = 0  # so many tokens are in the text
+        self._settled = 0  # the number of tokens in the text
 
     def add(self, tokens: np.ndarray) -> int:
-        """Add what is new in `tokens`, which are all of the turn; fewer tokens than before begin another turn. Returns
-        how long the text was before. The tokens of an incomplete character at the end are left for the next call."""
+        """Decode new tokens. tokens: all tokens of the turn; fewer than before begin another turn. Returns the length
+        of the text before. The tokens of an incomplete character at the end wait for the next call."""
         if len(tokens) < self._settled:
             self.text, self._settled = "", 0
         old_length = len(self.text)
@@ -219,7 +219,7 @@ class GrownText:
         else:
             if len(ends) < CHARACTER_TOKENS:
                 return old_length
-            end, window = len(tokens), _decoded(self._tokenizer, tokens[start:])  # this is no character at all
+            end, window = len(tokens), _decoded(self._tokenizer, tokens[start:])  # these bytes are no character
         self.text += window[len(overlap) :]
         self._settled = end
         return old_length
@@ -238,7 +238,7 @@ def _plain_text(messages: Sequence[Message]) -> str:
 
 
 def _content(message: Message) -> str | list[dict[str, Any]]:
-    """Text; or parts, if there is a picture among them. Clients of the OpenAI API send a turn of calls without any."""
+    """Return a text, or parts if there is a picture. Clients of the OpenAI API send a turn of calls without content."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         return "".join(part["text"] for part in content)
@@ -246,18 +246,18 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
 
 
 def compared(message: Message) -> Message:
-    """What of a message counts when messages are compared."""
+    """Return the fields of a message that count in comparisons."""
     content = _content(message)
     fields = {key: value for key, value in message.items() if value is not None and key not in THINKING}
     if message.get("role") == "assistant" and isinstance(content, str):
-        content = content.strip()  # many agents strip what the policy said
+        content = content.strip()  # many agents strip the policy's text
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = _plain_numbers(calls)
     return fields | {"content": content}
 
 
 def _plain_numbers(value: Any) -> Any:
-    """The value with whole numbers in one form: JavaScript writes 60 where 60.0 was sampled."""
+    """Return the value with whole numbers in a single form: JavaScript writes 60 where 60.0 was sampled."""
     if isinstance(value, dict):
         return {key: _plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""All calls of one sample to the policy, as prefix trees: each sampled token once, shared prefixes once.
+"""All calls of a sample to the policy, as prefix trees: every sampled token once, shared prefixes once.
 
-A call whose prompt begins with all tokens of an earlier call and its answer continues that one. Any other call begins a
-branch: its first tokens are shared with the branch that has most of them, the others are its own. So an agent that
-shortens its history, calls itself or asks the same twice is one sample, and nothing of what it sampled is lost.
+A call continues an earlier call if the prompt begins with all tokens of the earlier call and answer. Any other call
+begins a branch: the branch shares the longest common prefix with an existing branch, and owns the remaining tokens. So
+an agent may shorten the history, call itself or repeat a question: the result is a sample without any token lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from areal.samples.trajectory import Branch, Trajectory, common
 
 @dataclass(slots=True, eq=False)
 class _Path:
-    """A branch under construction. table: all of its path, of which the first `shared` tokens are those of `parent`.
-    calls: the numbers of the calls that it continues with, and where in it their answers begin."""
+    """A branch under construction. table: all tokens of the path, of which the first `shared` belong to `parent`.
+    calls: the numbers of the branch's calls, and the places of their answers in the path."""
 
     table: TokenTable
     shared: int
@@ -29,9 +29,9 @@ class _Path:
 
 
 class Forest:
-    """See the module. `calls`: the answers, in the order in which they came. `rewards`: those of calls, by number.
-    `credits`: what calls are credited with in place of the sample's rewards, by number; None: they are not trained.
-    `agents`: the column `agents` of their tokens."""
+    """See the module. `calls`: the answers, in order of arrival. `rewards`: by number of the call. `credits`: credits
+    of calls in place of the sample's rewards, by number; None: the call is not trained. `agents`: the values of the
+    column `agents`, by number of the call."""
 
     def __init__(self) -> None:
         self.calls: list[Generation] = []
@@ -41,7 +41,7 @@ class Forest:
         self._paths: list[_Path] = []
 
     def add(self, prompt: np.ndarray, sampled: Generation, pictures: np.ndarray | None = None) -> None:
-        """Add a call. prompt: int32 [n]. pictures: of `unsampled`. An answer without tokens counts for nothing."""
+        """Add a call. prompt: int32 [n]. pictures: as in `unsampled`. An answer without tokens is ignored."""
         if not len(sampled.tokens):
             return
         table = unsampled(prompt, pictures)
@@ -58,17 +58,17 @@ class Forest:
         self.rewards[self._number(call)] = float(value)
 
     def credit(self, call: Generation, value: float | None, agent: str = "") -> None:
-        """Credit a call with `value` in place of the sample's rewards, or do not train it. Raises as `reward`."""
+        """Credit a call with `value` in place of the sample's rewards; None: do not train it. Raises as `reward`."""
         number = self._number(call)
         self.credits[number], self.agents[number] = value, crc32(agent.encode()) >> 1
 
     def trajectory(self, reward: float | None, credit: Credit, discount: float) -> Trajectory:
-        """The sample. Its reward is `reward`, or 0 for None, plus the rewards of all calls.
+        """Return the sample, with `reward` (0 for None) plus the rewards of all calls as its reward.
 
-        Tokens are credited with, for `credit`: "sample", the sample's reward; "call", `reward` plus the reward of their
-        call; "return_to_go", the rewards of their call and of later ones, and `reward` as if the last call had it. Here
-        a reward is multiplied by `discount` for each call between. Calls with `credits` have these.
-        Raises ValueError if nothing was sampled, if there is no reward at all, or if one is not a valid score.
+        `credit` chooses the credit of tokens. "sample": the sample's reward. "call": `reward` plus the reward of the
+        token's call. "return_to_go": the rewards of this and later calls, with `reward` at the last, times `discount`
+        for every call in between. `credits` of a call come first. Raises ValueError if nothing was sampled, if there is
+        no reward at all, or if a reward is not a valid score.
         """
         if None in self.credits.values():
             return self._trained().trajectory(reward, credit, discount)
@@ -91,7 +91,7 @@ class Forest:
         return Trajectory(**columns, reward=total, finish=finish, branches=branches if len(branches) > 1 else ())
 
     def places(self) -> list[int]:
-        """The numbers of the calls in the order in which `trajectory` has their tokens."""
+        """Return the numbers of the calls, in the order of their tokens in `trajectory`."""
         return [number for path in self._order() for number, _ in path.calls]
 
     def _number(self, call: Generation) -> int:
@@ -101,7 +101,7 @@ class Forest:
         return number
 
     def _trained(self) -> "Forest":
-        """A forest of the calls that are trained, in whose prompts all others are as text that was given."""
+        """Return a forest of the trained calls alone. In the prompts, the other calls remain as unsampled text."""
         prompts = {number: path.table.view(0, place) for path in self._paths for number, place in path.calls}
         forest = Forest()
         for number, call in enumerate(self.calls):
@@ -114,7 +114,7 @@ class Forest:
         return forest
 
     def _longest(self, prompt: TokenTable) -> tuple[_Path | None, int]:
-        """The path with most tokens at the beginning of the prompt, and how many they are."""
+        """Return the path with the longest common prefix with the prompt, and the length of this prefix."""
         best, shared = None, 0
         for path in reversed(self._paths):
             if len(path.table) > shared and (same := common(path.table, prompt)) > shared:
@@ -122,7 +122,7 @@ class Forest:
         return best, shared
 
     def _branch(self, beside: _Path | None, shared: int) -> _Path:
-        while beside is not None and shared <= beside.shared:  # these tokens are not its own
+        while beside is not None and shared <= beside.shared:  # these tokens are not the path's own
             beside = beside.parent
         path = _Path(beside.table.view(0, shared) if beside else TokenTable(), shared, beside)
         if beside is not None:
@@ -131,7 +131,7 @@ class Forest:
         return path
 
     def _order(self) -> Iterator[_Path]:
-        """The paths, each with first tokens of the one before: after a path its branches, the last to leave first."""
+        """Yield every path before its branches, the branch with the last branching point first."""
         waiting = [path for path in reversed(self._paths) if path.parent is None]
         while waiting:
             path = waiting.pop()
@@ -139,7 +139,7 @@ class Forest:
             waiting += sorted(reversed(path.children), key=lambda child: child.shared)
 
     def _credits(self, reward: float, total: float, credit: Credit, discount: float) -> list[float]:
-        """What the tokens of each call are credited with."""
+        """Return the credit of the tokens of each call."""
         rewards = [self.rewards.get(number, 0.0) for number in range(len(self.calls))]
         match credit:
             case "sample":
@@ -152,7 +152,7 @@ class Forest:
         return rewards
 
     def _of_calls(self, order: Sequence[_Path], values: Sequence[float]) -> np.ndarray:
-        """float64 [T], each call's value for its tokens, and 0 for those that were not sampled."""
+        """Return float64 [T]: each call's value at the tokens of the call, and 0 at unsampled tokens."""
         column, start = np.zeros(sum(len(path.table) - path.shared for path in order)), 0
         for path in order:
             for number, place in path.calls:

@@ -1,10 +1,10 @@
-"""The tools of an actor's samples, which `session.tool(NAME)` gives: a sandbox for Python, an endpoint for agents.
+"""The tools of an actor's samples, for `session.tool(NAME)`: a sandbox for Python, an endpoint for agents.
 
-A tool comes from an extension. A function opens it, whose entry in the table of extensions has the kind `tool`:
+A tool comes from an extension. A function with an entry of the kind `tool` in the table of extensions opens the tool:
 
     def open_search(tools: Tools) -> Search: ...
 
-The first sample that asks for a tool opens it, all samples of the actor share it, and it is closed with the actor.
+The first sample that asks for a tool opens it, all samples of the actor share the tool, and the actor's end closes it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Tool:
 
     @property
     def expects_rows(self) -> bool:
-        """Whether `expect` is to be called."""
+        """Whether `expect` is called for coming rows."""
         return False
 
     def expect(self, row: Row) -> None:
@@ -39,14 +39,14 @@ class Tool:
         return {}
 
     async def close(self) -> None:
-        """Give back what the tool holds."""
+        """Give back the resources of the tool."""
 
 
 class Tools(dict[str, Any]):
-    """The tools that are open, by name. A name that is looked up and is not open is opened.
+    """The open tools, by name. A look-up of another name opens the tool.
 
-    config, tokenizer: of the run. place: who samples, as in rollout_manager/0. `label`: of this place in the run,
-    whichever process has it.
+    config, tokenizer: the run's. place: the role and index of the actor, as in rollout_manager/0. `label`: identifies
+    this place in the run, also after a restart of the process.
     """
 
     def __init__(self, config: Config, tokenizer: Any, place: str = "trial") -> None:
@@ -55,7 +55,7 @@ class Tools(dict[str, Any]):
         self.label = f"{config.name}-{hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
 
     def __missing__(self, name: str) -> Any:
-        """Raises UserError if there is no such tool, or if it cannot be opened."""
+        """Open a tool. Raises UserError if there is no such tool, or if the tool cannot be opened."""
         self[name] = tool = extensions.find("tool", name)(self)
         return tool
 
@@ -68,6 +68,6 @@ class Tools(dict[str, Any]):
         return {name: count for tool in self.values() for name, count in tool.stats().items()}
 
     async def close(self) -> None:
-        """Close the open tools, the last one first: a tool may use tools that were opened before."""
+        """Close the open tools, the last tool first: a tool may use earlier tools."""
         while self:
             await self.popitem()[1].close()
