@@ -1,7 +1,7 @@
-"""The table of tokens: what is known of each token of a sample, in columns that grow, from the engine to the disk.
+"""The table of tokens: the columns of a sample, with a number or several for every token, from the engine to the disk.
 
-`COLUMNS` declares them. The engine's sequences, the calls of a sample and the branches of its forest are such tables;
-messages and the spool carry their columns as they are.
+`COLUMNS` declares the columns. The engine's sequences, the calls of a sample and the branches of a forest are tables;
+messages and the spool carry the columns unchanged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class Column(NamedTuple):
-    """A column of numbers, one for each token. engine: whether the engine gives it with every token that it samples.
-    unsampled: what it has for a token that was not sampled; None: anything. wide: whether it has several numbers for
-    each token, as many for all. missing: what each token of a sample without the column has in a batch, if other
-    samples have it: a number, or a field of the sample; None: such a batch is refused. of_pass: whether the model's
-    layers take it; other columns go to the loss."""
+    """A column of numbers for the tokens of a sample. engine: whether the engine gives a value with every sampled
+    token. unsampled: the value for an unsampled token; None: any value. wide: whether a token has several numbers, as
+    many for all tokens. missing: the value in a batch for samples without the column: a number, or a field of the
+    sample; None: a mixed batch is refused. of_pass: whether the model's layers take the column; other columns go to the
+    loss."""
 
     dtype: type[np.generic]
     engine: bool = False
@@ -46,51 +46,49 @@ COLUMNS = {
     "routes": Column(np.uint8, unsampled=None, wide=True, of_pass=True),
     "pictures": Column(np.uint8, unsampled=None, wide=True, missing=0, of_pass=True),
 }
-"""The columns of a sample: fields of `Trajectory`, columns of the rollouts that a run keeps, and of the batch that the
-trainer's loss gets.
+"""The columns of a sample: fields of `Trajectory`, columns of the rollouts of a run, and of the batch for the trainer's
+loss.
 
-tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of each sampled token
-after temperature, of its distribution after top-p and the like. versions: the policy version that sampled each token.
-kept_words: [T, k], the words that each sampled token was drawn from, likeliest first, where `sampling.top_p` or the
-like leaves words out and the loss compares policies; `NO_WORD` fills a row. kept_logprobs: [T, k], log pi_behav of
-these words, for `score_centring`; 0 for `NO_WORD`.
-returns: what each sampled token is credited with, in place of the reward of its sample.
-agents: which of several agents the policy played when it sampled a token, a number from the agent's name; 0: none.
-teacher_logprobs, reference_logprobs: the log-prob of each sampled token, given those before it in its branch, under the
-model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the tokens
-that are likeliest there for the teacher, and their log-probs (`trainer.teacher_top_k`).
-routes: [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
-(`trainer.routing`); 0 where not sampled. pictures: [T, 16], the digest of the picture that a token is a placeholder of;
-0 if of none."""
+tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of a sampled token
+after temperature, in the distribution after top-p and the like. versions: the policy version that sampled a token.
+kept_words: [T, k], the words that a sampled token was drawn from, likeliest first, if `sampling.top_p` or the like
+leaves words out and the loss compares policies; `NO_WORD` fills a row. kept_logprobs: [T, k], log pi_behav of
+`kept_words`, for `score_centring`; 0 for `NO_WORD`. returns: the credit of a sampled token, in place of the reward of
+the sample. agents: the agent that the policy played when it sampled a token, a number made from the agent's name; 0: no
+agent. teacher_logprobs, reference_logprobs: the log-prob of a sampled token, given the tokens before in the branch,
+under the model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k],
+the teacher's likeliest tokens at the place of a sampled token, and their log-probs (`trainer.teacher_top_k`). routes:
+[T, width], the experts of the pass that sampled a token, as `areal.models.Routing` says (`trainer.routing`); 0 at
+unsampled tokens. pictures: [T, 16], the digest of the picture behind a placeholder token; 0 at other tokens."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")
 TOP = ("teacher_top_tokens", "teacher_top_logprobs")
-"""The columns that scorers give: of the sampled tokens, and of those that are likeliest."""
+"""The columns of scorers: for sampled tokens, and for the likeliest tokens."""
 
 KEPT = ("kept_words", "kept_logprobs")
-"""The columns of the words that tokens were drawn from. Samples differ in how many they have of them."""
+"""The columns of the words that a token was drawn from. The width differs between samples."""
 
 SPARE = 64
-"""A table that grows has room for so many more tokens, at the least."""
+"""The least number of free rows in a table after it has grown."""
 
 
 class TokenTable:
-    """Tokens in order, the rows, and what `COLUMNS` declares of each; it grows at its end.
+    """Tokens in order, as rows, with the columns of `COLUMNS`. A table grows at the end.
 
-        table = TokenTable()
-        table.append(unsampled(prompt))
-        table.extend(2, {"tokens": [5, 6], "logprobs": [-0.1, -0.7], "versions": 3})
-        table.view(len(prompt)).tokens  # [5, 6]
+    >>> table = TokenTable()
+    >>> table.append(unsampled([1, 2]))
+    >>> table.extend(2, {"tokens": [5, 6], "logprobs": [-0.1, -0.7], "versions": 3})
+    >>> table.view(2).tokens.tolist(), table.versions.tolist()
+    ([5, 6], [-1, -1, 3, 3])
 
-    Its columns are the engine's and any others that it was given. A column that some rows lack has for them what it has
-    for tokens that were not sampled. Arrays that it has given stay as they are, whatever is added.
+    Rows without a value in a given column get the value of unsampled tokens. Returned arrays never change.
     """
 
     __slots__ = ("_columns", "_length")
 
     def __init__(self, columns: Mapping[str, np.ndarray] | None = None) -> None:
-        """columns: arrays of one length and the declared types, the engine's among them. They are not copied."""
+        """columns: arrays of one length and the declared types, the engine's among them. The arrays are not copied."""
         self._columns = dict(columns or _EMPTY)
         self._length = len(self._columns["tokens"])
 
@@ -104,17 +102,17 @@ class TokenTable:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32 [n], under the distribution that each was drawn from (after temperature); 0 if not sampled."""
+        """float32 [n], in the distribution that a token was drawn from (after temperature); 0 if not sampled."""
         return self._columns["logprobs"][: self._length]
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [n], the policy version that sampled each; -1 if not sampled."""
+        """int32 [n], the policy version that sampled a token; -1 if not sampled."""
         return self._columns["versions"][: self._length]
 
     @property
     def pictures(self) -> np.ndarray | None:
-        """uint8 [n, 16], as `areal.samples.trajectory.Trajectory` has it."""
+        """uint8 [n, 16], as in `areal.samples.trajectory.Trajectory`."""
         return self._columns["pictures"][: self._length] if "pictures" in self._columns else None
 
     @property
@@ -128,7 +126,7 @@ class TokenTable:
         return {name: array[: self._length] for name, array in self._columns.items()}
 
     def view(self, begin: int = 0, end: int | None = None) -> "TokenTable":
-        """The rows from `begin` to `end` - 1, which are not copied."""
+        """The rows from `begin` to `end` - 1, not copied."""
         stop = self._length if end is None else min(end, self._length)
         return TokenTable({name: array[begin:stop] for name, array in self._columns.items()})
 
@@ -137,13 +135,13 @@ class TokenTable:
         self.extend(len(rows), rows.columns)
 
     def extend(self, count: int, columns: Mapping[str, Any]) -> None:
-        """Add `count` rows. columns: for each [count], or one number for all of them."""
+        """Add `count` rows. columns: by name, an array [count], or one number for all rows."""
         begin, end = self._length, self._length + count
         arrays, capacity = self._columns, len(self._columns["tokens"])
         for name, values in columns.items():
             if name not in arrays:
                 arrays[name] = _filled(name, capacity, np.shape(values)[1:])
-        if end > capacity:  # twice as long, so that each row is copied a few times at most
+        if end > capacity:  # twice as long, so that a row is copied a few times at most
             for name, array in arrays.items():
                 grown = np.empty((2 * end + SPARE, *array.shape[1:]), array.dtype)
                 grown[:begin] = array[:begin]
@@ -157,9 +155,9 @@ _EMPTY = {name: np.empty(0, COLUMNS[name].dtype) for name in ENGINE_COLUMNS}
 
 
 class Generation(TokenTable):
-    """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
+    """A part sampled by the policy after a prompt: tokens int32, logprobs float32, versions int32, all [n].
 
-    finish: "stop" (the policy ended the turn; with its stop token), "length" (no room was left), None: more follows.
+    finish: "stop" (the policy ended the turn, with a stop token), "length" (no room was left), or None (more follows).
     """
 
     __slots__ = ("finish",)
@@ -177,14 +175,14 @@ class Generation(TokenTable):
 
     @classmethod
     def of(cls, table: TokenTable, finish: Finish | None) -> Self:
-        """The rows of a table, which are not copied."""
+        """The rows of a table, not copied."""
         rows = cls.__new__(cls)
         rows._columns, rows._length, rows.finish = table.columns, len(table), finish
         return rows
 
 
 def unsampled(tokens: Tokens, pictures: np.ndarray | None = None) -> TokenTable:
-    """Tokens that are not the policy's. tokens: [n]. pictures: their column of this name."""
+    """Make a table of tokens that the policy did not sample. tokens: [n]. pictures: the column `pictures`."""
     column = np.asarray(tokens, np.int32)
     columns = {"tokens": column} | {name: _filled(name, len(column)) for name in ENGINE_COLUMNS[1:]}
     return TokenTable(columns if pictures is None else columns | {"pictures": pictures})
@@ -195,7 +193,7 @@ def _filled(name: str, count: int, width: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def joined(tables: Iterable[TokenTable]) -> dict[str, np.ndarray]:
-    """The columns of several tables, one after another. `split` is the inverse."""
+    """Return the columns of several tables, one after another. `split` is the inverse."""
     parts = [_EMPTY, *(table.columns for table in tables)]
     widths = {name: array.shape[1:] for columns in parts for name, array in columns.items()}
     return {
@@ -207,15 +205,15 @@ def joined(tables: Iterable[TokenTable]) -> dict[str, np.ndarray]:
 
 
 def split(columns: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[TokenTable]:
-    """Tables of `counts` rows, which follow each other in columns that came from outside, and are not copied. Raises
-    ValueError if these are not the declared columns, or too long or short."""
+    """Split received columns into tables of `counts` rows, without a copy. Raises ValueError if the columns are not the
+    declared columns, or too long or too short."""
     check(columns, sum(counts))
     table, ends = TokenTable(columns), np.cumsum([0, *counts], dtype=np.int64).tolist()
     return [table.view(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
 
 
 def check(columns: Mapping[str, np.ndarray], count: int) -> None:
-    """Raises ValueError if columns that came from outside are not of `count` tokens, as `COLUMNS` declares them."""
+    """Raises ValueError if received columns do not have `count` rows, or not the types that `COLUMNS` declares."""
     if wrong := columns.keys() - COLUMNS.keys() or set(ENGINE_COLUMNS) - columns.keys():
         raise ValueError(f"tokens have other columns than they should: {', '.join(sorted(wrong))}")
     for name, array in columns.items():
@@ -225,16 +223,16 @@ def check(columns: Mapping[str, np.ndarray], count: int) -> None:
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Arrays as one frame, which a message carries and the spool stores as it came: a header, such as
-    `tokens <i4 300;rewards <f8 1`, and their bytes. `unpack` is the inverse."""
-    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)  # so that each is aligned
+    """Pack arrays into a frame for messages and the spool: a header, such as `tokens <i4 300;rewards <f8 1`, and the
+    arrays' bytes. `unpack` is the inverse."""
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)  # so that every array is aligned
     header = ";".join(f"{name} {a.dtype.str} {'x'.join(map(str, a.shape))}" for name, a in ordered)
     begin = f"{len(header):08}{header}".encode()
     return b"".join([begin, b" " * (-len(begin) % 8), *(array.tobytes() for _, array in ordered)])
 
 
 def unpack(frame: bytes | memoryview) -> dict[str, np.ndarray]:
-    """The arrays in a frame, which are not copied. Raises ValueError if it is none."""
+    """Return the arrays in a frame, not copied. Raises ValueError if the bytes are no frame."""
     data = memoryview(frame)
     size = int(bytes(data[:8]))
     arrays, end = {}, 8 + size + -(8 + size) % 8

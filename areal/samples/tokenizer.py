@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, with the chat template that the configuration asks for."""
+"""Loads a model's tokenizer, with the chat template of the configuration."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from areal.config.data_section import RowsConfig
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     """Return the tokenizer in a model's folder. Raises UserError.
 
-    data: its `chat_template` and `chat_template_kwargs` apply to all that the tokenizer renders.
+    data: `chat_template` and `chat_template_kwargs` apply to every rendering by the tokenizer.
 
     A tokenizer.json is read directly: `AutoTokenizer` imports torch, which costs four seconds and 300 MB.
     """
@@ -35,14 +35,14 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
 
 def tokenizer_in(folder: str) -> Any | None:
-    """The tokenizer in this folder; None if the folder is not here, or has none that can be loaded."""
+    """Return the tokenizer in this folder, or None if the folder is missing or has no tokenizer that can be loaded."""
     with suppress(UserError):
         return load_tokenizer(folder) if any(Path(folder).glob("*token*")) else None  # else one would be made up
     return None
 
 
 def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
-    """Raises UserError if there is no template, if it has no use for one of the variables, or if it does not render."""
+    """Raises UserError for a missing template, an unused variable, or a template that does not render a message."""
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     if not tokenizer.chat_template:
@@ -69,7 +69,7 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
 
 
 def read_template(file: Path) -> str:
-    """The text of a chat template. Raises UserError."""
+    """Return the text of a chat template. Raises UserError."""
     with explain(
         (OSError, ValueError), f"The chat template {file} cannot be read ({{why}}): correct data.chat_template."
     ):
@@ -78,13 +78,13 @@ def read_template(file: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that are no text."""
+    """The special tokens, which are no text."""
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 @functools.lru_cache(maxsize=64)
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a sequence: the tokenizer's end of sequence, and those that the model's folder lists."""
+    """The tokens that end a sequence: the tokenizer's end of sequence, and the tokens listed in the model's folder."""
     files = (Path(tokenizer.name_or_path) / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
     listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
@@ -92,7 +92,7 @@ def stop_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def missing_character(tokenizer: Any, text: str) -> str | None:
-    """The first character of `text` for which the tokenizer has no token; None if it can spell all."""
+    """Return the first character of `text` without a token, or None if the tokenizer can spell the whole text."""
     return None if _spells(tokenizer, text) else next((c for c in text if not _spells(tokenizer, c)), text)
 
 
@@ -106,13 +106,13 @@ def _spells(tokenizer: Any, text: str) -> bool:
 
 
 def reads_as_kept(tokenizer: Any, row: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer makes of the tokens of a kept rollout the texts that are kept of them."""
+    """Whether the tokenizer decodes the tokens of a kept rollout to the kept texts."""
     start = row["prompt_tokens"]
     texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
     return bool(texts == [row["prompt"], row["completion"]])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds. A character of several tokens is added by the last of them; the others add ""."""
+    """Return the text that every token adds. A character's last token adds the character; earlier tokens add ""."""
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]

@@ -25,29 +25,29 @@ from areal.samples.table import (
 )
 
 LARGEST_REWARD = 1e9
-"""The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
+"""The largest absolute value of a reward. Beside a larger reward, the rest of a batch would teach nothing."""
 
 ROUNDING = 1e-5
-"""As a share of the larger of two rewards: a smaller difference is what sums leave in float32, in which reward models
-and rewards in torch compute. A reward of 0.7 and one of 0.6 + 0.1 differ there by 1.7e-7 of it."""
+"""Two rewards are equal if they differ by less than this share of the larger reward: rounding in float32, in which
+reward models and rewards in torch compute. There the rewards 0.7 and 0.6 + 0.1 differ by a share of 1.7e-7."""
 
 LARGEST_FIELD = 16 << 10
-"""The largest size of a value of a row in what is kept of it, as JSON."""
+"""The largest size of a kept value of a row, as JSON."""
 
 DIGEST_BYTES = 16
-"""Of the digest of a picture."""
+"""The size of the digest of a picture."""
 
 FINISHES: tuple[Finish, ...] = ("stop", "length")
 _OF_SAMPLE = {"reward": np.float64, "finish": np.uint8, "shared": np.int32, "own": np.int32}
-"""What a sample's frame has beside its columns: of the sample one reward and the number of its finish in FINISHES, of
-its branches, if it has any, the tokens that they share and their own."""
+"""The arrays of a sample's frame beside the columns: the reward, the index of the finish in FINISHES, and for each
+branch, if any, the number of shared tokens and of own tokens."""
 
 
 class TokenScores(NamedTuple):
-    """What a model gives all T tokens of a row but the first, each after those before it, at temperature 1.
+    """The scores of a model for T tokens of a row but the first, given the tokens before, at temperature 1.
 
-    logprobs: float32 [T - 1]. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k likeliest tokens there and
-    their log-probs. version: of the weights.
+    logprobs: float32 [T - 1]. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k likeliest tokens at a place
+    and their log-probs. version: the weights'.
     """
 
     logprobs: np.ndarray
@@ -57,14 +57,14 @@ class TokenScores(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A branch of a trajectory: the first `shared` tokens of the branch before it, then `new` tokens of its own."""
+    """A branch of a trajectory: the first `shared` tokens of the branch before, then `new` tokens of its own."""
 
     shared: int
     new: int
 
 
 class Piece(NamedTuple):
-    """Tokens from `start` to `end` - 1 of a row that were all sampled, or all not."""
+    """Tokens from `start` to `end` - 1 of a row: all sampled, or all not."""
 
     sampled: bool
     start: int
@@ -78,18 +78,18 @@ _FURTHER: Any = make_dataclass(
     slots=True,
     kw_only=True,
 )
-"""The columns of a trajectory that it may lack."""
+"""The optional columns of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(_FURTHER):
-    """One sample of a group, with the columns of `table.COLUMNS`. All have one length T; a list becomes an array.
+    """A sample of a group, with the columns of `table.COLUMNS`. All columns have one length T; a list becomes an
+    array.
 
-    reward: the score of the whole trajectory.
-    finish: "stop" (the policy ended it) or "length" (cut at `max_new_tokens`).
+    reward: the score of the whole trajectory. finish: "stop" (the policy ended) or "length" (cut at `max_new_tokens`).
     branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
-    branch by branch: the arrays hold the own tokens of one branch after another, so each sampled token once.
-    The columns that the engine does not give are named arguments and attributes; None: the sample does not have it.
+    branch by branch: the arrays hold the own tokens of branch after branch, so every sampled token once. Columns
+    that the engine does not give are keyword arguments and attributes; None: the sample has no such column.
     """
 
     tokens: np.ndarray
@@ -121,8 +121,8 @@ class Trajectory(_FURTHER):
         return len(self.tokens)
 
     def validate(self) -> None:
-        """Raises ValueError for a trajectory that no policy can have sampled, or from which nothing can be learned: a
-        training step would fail on it, again after each restart."""
+        """Raises ValueError for a trajectory that no policy can have sampled, or that teaches nothing: a training step
+        would fail on it, again after each restart."""
         if not self.sampled.any():
             raise ValueError("nothing was sampled")
         if not np.isfinite(self.logprobs).all() or self.versions.min() < NOT_SAMPLED:
@@ -138,23 +138,23 @@ class Trajectory(_FURTHER):
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Its arrays by name, without those that it does not have."""
+        """The arrays by name, without missing columns."""
         return {name: array for name in COLUMNS if (array := getattr(self, name)) is not None}
 
     def frame(self) -> bytes:
-        """The sample as it travels and as the spool has it. `of_frame` is the inverse."""
+        """Return the sample as bytes for messages and the spool. `of_frame` is the inverse."""
         branches = zip(*self.branches, strict=True) if self.branches else ((), ())
         values = ([self.reward], [FINISHES.index(self.finish)], *branches)
         of_sample = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
         columns = self.columns
-        if self.kept_words is not None:  # one column more than the widest row says that no word is missing
+        if self.kept_words is not None:  # a column more than the widest row says that no word is missing
             width = 1 + int((self.kept_words != NO_WORD).sum(1).max(initial=0))
             columns |= {name: columns[name][:, :width] for name in KEPT if name in columns}
         return pack(columns | of_sample)
 
     @classmethod
     def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":
-        """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
+        """Read a received sample; the arrays are not copied. Raises ValueError if the bytes are no sample."""
         arrays = unpack(frame)
         if missing := _OF_SAMPLE.keys() - arrays.keys():
             raise ValueError(f"a sample lacks {', '.join(sorted(missing))}")
@@ -171,7 +171,7 @@ class Trajectory(_FURTHER):
 
     @property
     def unrolled(self) -> int:
-        """The number of tokens of all `sequences`, which count shared ones again."""
+        """The number of tokens in all `sequences`; a shared token counts in every sequence."""
         return sum(map(sum, self.branches)) or len(self)
 
     @property
@@ -180,7 +180,7 @@ class Trajectory(_FURTHER):
         return self.versions != NOT_SAMPLED
 
     def filled(self, name: str) -> np.ndarray:
-        """A column, also one that it lacks, with what the declaration says of that."""
+        """Return a column, or for a missing column the declared default."""
         array: np.ndarray | None = getattr(self, name)
         if array is not None:
             return array
@@ -188,7 +188,7 @@ class Trajectory(_FURTHER):
         return np.full(len(self), getattr(self, missing) if isinstance(missing, str) else missing)
 
     def sequences(self) -> "Iterator[Trajectory]":
-        """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
+        """Yield every branch from the first token on. A token is marked as sampled only in the branch that owns it."""
         if not self.branches:
             yield self
             return
@@ -200,8 +200,8 @@ class Trajectory(_FURTHER):
             yield replace(self, branches=(), **arrays)
 
     def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> "Trajectory":
-        """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
-        `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
+        """Return the trajectory with the column `name` of SCORED or TOP. branches: [T - 1] or [T - 1, k] for every item
+        of `sequences`, the scores of all tokens but the first. Raises ValueError for scores that no model gives."""
         lengths = self.branches or (Branch(0, len(self)),)
         parts = [np.insert(row, 0, 0, axis=0)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
         column = np.concatenate(parts)
@@ -211,20 +211,24 @@ class Trajectory(_FURTHER):
         return replace(self, **arrays)
 
     def lowered(self, penalty: float) -> "Trajectory":
-        """The same trajectory with a lower reward."""
+        """Return the trajectory with a lower reward."""
         returns = None if self.returns is None else self.returns - penalty
         changes: dict[str, Any] = {"reward": self.reward - penalty, "returns": returns}
         return replace(self, **changes)
 
     @property
     def start_version(self) -> int:
-        """The oldest version among the sampled tokens. This is the version of the first one, unless a generator that
-        continued the sequence had older weights. Raises ValueError if nothing was sampled."""
+        """The oldest version among the sampled tokens: the version of the first sampled token, unless a generator with
+        older weights continued the sequence. Raises ValueError if nothing was sampled."""
         return int(self.versions[self.sampled].min())
 
 
 def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The places of all tokens of each branch, int64 [shared + new], in arrays of the branches' own tokens in turn."""
+    """Yield the places of all tokens of every branch, int64 [shared + new], in the arrays of the branches' own tokens.
+
+    >>> [path.tolist() for path in paths([(0, 3), (1, 2)])]
+    [[0, 1, 2], [0, 3, 4]]
+    """
     path, end = np.zeros(0, np.int64), 0
     for shared, new in branches:
         path = np.concatenate([path[:shared], np.arange(end, end + new)])
@@ -233,14 +237,18 @@ def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
 
 
 def pieces(versions: Sequence[int]) -> list[Piece]:
-    """The tokens of a row with these versions [T], as turns: what the policy sampled, and what it was given."""
+    """Split a row with the versions [T] into turns: tokens sampled by the policy, and given tokens.
+
+    >>> pieces([-1, -1, 4, 4])
+    [Piece(sampled=False, start=0, end=2), Piece(sampled=True, start=2, end=4)]
+    """
     sampled = np.asarray(versions) != NOT_SAMPLED
     ends = np.flatnonzero(np.diff(sampled)) + 1
     return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
 
 
 def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> int:
-    """The number of first tokens that two sequences have in common, of the same pictures."""
+    """Return the length of the longest common prefix of two sequences, pictures included."""
     length = min(len(first), len(second))
     differ = first.tokens[:length] != second.tokens[:length]
     if first.pictures is not None or second.pictures is not None:
@@ -251,7 +259,7 @@ def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> i
 
 
 def check_kept_words(sample: Trajectory, vocabulary: int) -> None:
-    """Raises ValueError if sampled tokens do not have all the words that they were drawn from, of so many."""
+    """Raises ValueError if a sampled token lacks words that it was drawn from. vocabulary: the number of words."""
     if sample.kept_words is None:
         raise ValueError("its tokens have no kept_words, which sampling.top_p and the like need")
     words, tokens = sample.kept_words[sample.sampled], sample.tokens[sample.sampled, None]
@@ -262,7 +270,7 @@ def check_kept_words(sample: Trajectory, vocabulary: int) -> None:
 
 
 def check_scores(name: str, column: np.ndarray) -> None:
-    """Raises ValueError for a column of SCORED or TOP that no model gives."""
+    """Raises ValueError for a column of SCORED or TOP with values that no model gives."""
     if not np.isfinite(column).all():
         raise ValueError(f"one of the {name} is not finite")
     if name == "teacher_top_tokens" and (column < 0).any():
@@ -280,11 +288,11 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
 
 
 class Note(NamedTuple):
-    """What is known of a sample beside its tokens: the parts of its reward, the number of tokens that were sampled for
-    it and are not in it, and for the rollouts that the run keeps the generators that sampled it, when it began (seconds
-    since 1970) and how long it took. marks: the ids that a user gave the rewards of a session. gave: what the reward of
-    each mark gave: a value, and the id of the answer if it was not the session's. waited: seconds from the permit of
-    the group to `began`. scoring: the part of `seconds` for which the workflow waited for scores."""
+    """Facts about a sample beside the tokens. parts: the reward's. discarded: the number of tokens sampled for the
+    sample, but not in it. For the rollouts of a run: generators, the names of the generators that sampled; began, in
+    seconds since 1970; seconds, the duration; waited, the seconds from the permit of the group to `began`; scoring, the
+    part of `seconds` spent on scores. marks: a user's ids of the rewards of a session. gave: for every mark the value
+    and, unless the reward is the session's, the id of the answer."""
 
     parts: Mapping[str, float] = {}
     discarded: int = 0
@@ -299,8 +307,8 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G samples: the unit of admission, readiness and training. `row`: the row's fields, as
-    `row_text` has them, or empty. `notes`: one for each sample, or none at all."""
+    """A prompt and its G samples: the unit of admission, readiness and training. `row`: the row's fields as `row_text`
+    writes them, or empty. `notes`: a note for every sample, or none at all."""
 
     id: str
     prompt_index: int
@@ -315,36 +323,40 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards differ, or the returns of tokens: else nothing distinguishes good samples from bad."""
+        """Whether rewards, or returns of tokens, differ: otherwise nothing tells good samples from bad samples."""
         credits = np.concatenate([[t.reward] if t.returns is None else t.returns[t.sampled] for t in self.trajectories])
         return bool(differ(credits.max(), credits.min()))
 
 
 def samples_of(prompt_index: int, group_size: int) -> int:
-    """The number of samples of a group: G for the prompt of a row, one for a session, whose index is negative."""
+    """Return the number of samples of a group: G for the prompt of a row, 1 for a session, with a negative index."""
     return 1 if prompt_index < 0 else group_size
 
 
 def differ(first: Any, second: Any) -> Any:
-    """Whether two rewards, or each two of arrays, differ by more than rounding."""
+    """Whether two rewards, or rewards in two arrays, differ by more than rounding.
+
+    >>> bool(differ(0.7, 0.6 + 0.1)), bool(differ(0.7, 0.70001))
+    (False, True)
+    """
     return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))
 
 
 def of_parts(parts: Sequence[Group]) -> Group:
-    """The group with the samples of these parts of it, in order."""
+    """Return the group with the samples of its parts, in order."""
     samples = tuple(sample for part in parts for sample in part.trajectories)
     return replace(parts[0], trajectories=samples, notes=tuple(note for part in parts for note in part.notes))
 
 
 def row_text(fields: Mapping[str, Any]) -> str:
-    """The fields of a row as JSON, without long ones."""
+    """Return the fields of a row as JSON, without long fields."""
     texts = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
     return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
 
 
 class TokenValues(NamedTuple):
-    """What a training step found for each token: float32 [T], over all branches of all samples of all groups in order,
-    each branch from its first token on. 0 for tokens that are not in the loss."""
+    """The values of a training step for every token: float32 [T], over all branches of all samples of all groups in
+    order, from the first token of a branch on. 0 for tokens outside the loss."""
 
     proximal_logprobs: np.ndarray
     advantages: np.ndarray
@@ -353,8 +365,8 @@ class TokenValues(NamedTuple):
 def random_groups(
     vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0
 ) -> list[Group]:
-    """A group for each item of `lengths`, which has the lengths of its samples in tokens. All tokens but a sample's
-    first are sampled, by `version`. shared: number of first tokens that the samples of a group have in common."""
+    """Make a group for every item of `lengths`, which has the lengths of the group's samples in tokens. `version` has
+    sampled all tokens but a sample's first. shared: the number of first tokens that the samples of a group share."""
     random = np.random.default_rng(0)
     groups = []
     for number, of_group in enumerate(lengths):
