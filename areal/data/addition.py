@@ -1,16 +1,16 @@
 """The quickstart's task: long addition with the working written out.
 
-Columns run from the units upwards. Each column has a label, so that the model finds a column by its label and need not
+Columns run from the units upwards. A column has a label, so that the model finds the column by label and need not
 count. The prompt lists `label, digit, digit` per column and ends with `=`. The working repeats these three characters
 per column and adds `carry, sum`. For 347 + 85:
 
     prompt      a75b48c30=
     completion  a7512b4813c3004     7+5 = 12, 4+8+1 = 13, 3+0+1 = 04: the answer is 432
 
-The number of columns n is heavy-tailed, as lengths of reasoning are: its probability is ~ n^-1.5 by default.
+The number of columns n is heavy-tailed, as lengths of reasoning are: the probability is ~ n^-1.5 by default.
 
-Held-out rows never coincide with training rows, whatever their seeds. A checksum of the prompt decides on which side a
-problem is (one in sixteen is held out), and a row is drawn again until it is on the requested side.
+Held-out rows never coincide with training rows, whatever the seeds. A checksum of the prompt decides on which side a
+problem is (a sixteenth is held out), and a row is drawn again until it is on the requested side.
 """
 
 import re
@@ -35,8 +35,8 @@ _WORKING = re.compile(r"(?:[a-zA-Z][0-9]{4})+")
 _HELD_OUT_SHARE = 16
 LENGTH_EXPONENT = 1.5
 
-# The teacher gets these sums wrong more often than right. Slips at random places leave the most likely answer right, so
-# greedy decoding would have nothing to learn.
+# The teacher is more often wrong than right on these sums. After slips at random places the most likely answer would
+# still be right, so greedy decoding would have nothing to learn.
 HARD_PAIRS = frozenset({(7, 8), (8, 7), (6, 9), (9, 6)})
 HARD_SLIP = 0.55
 
@@ -50,7 +50,7 @@ def make_row(
     length_exponent: float = LENGTH_EXPONENT,
     held_out: bool = False,
 ) -> dict[str, str]:
-    """Return one problem: `prompt` as the module describes it, and `answer`, the sum in decimal.
+    """Return a problem: `prompt` as the module describes it, and `answer`, the sum in decimal.
 
     The row depends only on the arguments. The longer summand has n digits with probability ~ n^-`length_exponent`, for
     n from `min_digits` to `max_digits`. `held_out` selects the side. Short problems repeat within a side, but never
@@ -68,16 +68,16 @@ def make_row(
 
 
 def is_held_out(prompt: str) -> bool:
-    """True if the problem is on the held-out side: one in sixteen, by CRC-32 of the prompt."""
+    """Whether the problem is on the held-out side: a sixteenth of problems, by CRC-32 of the prompt."""
     return zlib.crc32(prompt.encode()) % _HELD_OUT_SHARE == 0
 
 
 def demonstration(row: dict[str, str], random: Random, slip: float = 0.0) -> str:
     """Return the completion of a teacher who makes mistakes.
 
-    In each column, the carry or the sum digit is written wrong with probability `slip`. At a hard pair, the sum is one
-    too small with probability `HARD_SLIP` (if `slip` > 0). The next column uses the carry that was written. With
-    `slip` = 0 the completion is right.
+    In every column, the carry or the sum digit is wrong with probability `slip`. At a hard pair, the sum is too small
+    by 1 with probability `HARD_SLIP` (if `slip` > 0). The next column uses the written carry. With `slip` = 0 the
+    completion is right.
     """
     carry = 0
     written = []
@@ -92,11 +92,14 @@ def demonstration(row: dict[str, str], random: Random, slip: float = 0.0) -> str
 
 
 def reward(prompt: str, completion: str, row: dict[str, str]) -> float:
-    """Return 1.0 if the working is complete and its answer is `row["answer"]`, else 0.0.
+    """Return 1.0 if the working is complete and has the answer `row["answer"]`, else 0.0.
 
-    A working is complete if it has one column of five characters for each column of the prompt, with the same labels in
-    the same order, and nothing after them. Its answer is the last carry, followed by the sum digits from the last
-    column to the first. Copied digits and the other carries are not judged: this is an outcome reward.
+    A working is complete if it has a column of five characters for every column of the prompt, with the labels in
+    order, and nothing more. The answer is the last carry, followed by the sum digits from the last column to the first.
+    Copied digits and earlier carries are not judged: this is an outcome reward.
+
+    >>> reward("a75b48c30=", "a7512b4813c3004", {"answer": "432"})
+    1.0
     """
     if not _WORKING.fullmatch(completion):
         return 0.0

@@ -1,6 +1,6 @@
 """Rows in files: lines of JSON, a list in JSON, CSV, Parquet. All but Parquet may be compressed by gzip or zstd.
 
-The order of the rows is that of the file. Values of CSV are texts.
+Rows keep the order of the file. Values of CSV are texts.
 """
 
 import csv
@@ -18,23 +18,23 @@ from areal.base.errors import UserError, explain
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 KINDS = (*TEXT_KINDS, *(kind + ending for kind in TEXT_KINDS for ending in COMPRESSED), ".parquet")
-# A compressed file has at most so many times its bytes unpacked, or at most so many: rows of text have a twentieth.
+# The most bytes of an unpacked file: a multiple of the packed size, or this many. Text has a twentieth.
 UNPACKED_TIMES, LEAST_UNPACKED = 200, 1 << 26
 ONE_A_LINE = "write one object a line"
 
 
 def kind_of(name: str) -> str | None:
-    """The ending of a file of rows, without that of its compression; None if `name` does not end like one."""
+    """Return the ending of a file of rows, without the ending of a compression; None for other names."""
     return next((f".{kind.split('.')[1]}" for kind in KINDS if name.lower().endswith(kind)), None)
 
 
 def unit_of(path: Path) -> str:
-    """How rows of the file are counted: as a `line` from 1, or as a `row` from 1."""
+    """Return the unit by which rows of the file are counted from 1: `line` or `row`."""
     return "row" if kind_of(path.name) in (".json", ".parquet") else "line"
 
 
 def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row with its number, from 1: of its line, or of the row. what: the file's name. Raises UserError."""
+    """Yield every row with the number of its line, or of the row, from 1. what: the file's name. Raises UserError."""
     path = path.expanduser()
     match kind_of(path.name):
         case ".parquet":
@@ -45,7 +45,7 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from _read_csv(path, what, "\t")
         case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
             yield from _read_list(text, path)
-        case _:  # also where lines are in a file that ends in .json
+        case _:  # also for lines in a file that ends in .json
             text = read_text(path, what)
             row = _whole_object(text)
             if row is not None:
@@ -57,7 +57,7 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def open_parquet(path: Path, what: str) -> Any:
-    """The data set of a Parquet file. Raises UserError."""
+    """Open the data set of a Parquet file. Raises UserError."""
     import datasets  # takes seconds
 
     try:
@@ -69,7 +69,7 @@ def open_parquet(path: Path, what: str) -> Any:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file, which may be compressed. Raises UserError."""
+    """Return the text of a file, which may be compressed. Raises UserError."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{what}: {path.resolve()} is no regular file: correct the path")
@@ -91,12 +91,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(text: str, where: str, advice: str) -> dict[str, Any]:
-    """The object of JSON in `text`, which is at `where`. Raises UserError."""
+    """Return the object of JSON in `text`. where: the place of the text, for messages. Raises UserError."""
     return _object(_parsed(text, where, advice), where, advice)
 
 
 def _whole_object(text: str) -> dict[str, Any] | None:
-    """The object that the text is, also on several lines; None if it is anything else, such as an object a line."""
+    """Return the object if the text is a single object, perhaps on several lines; None for any other text."""
     with suppress(ValueError, RecursionError):
         return value if isinstance(value := json.loads(text), dict) else None
     return None
@@ -144,7 +144,7 @@ def _object(raw: Any, where: str, advice: str) -> dict[str, Any]:
 
 
 def with_files(dataset: Any) -> Any:
-    """The data set with the files of its pictures, which it would decode whatever their size."""
+    """Return the data set with files of pictures: otherwise the data set would decode pictures of any size."""
     import datasets
 
     def of(feature: Any) -> Any:

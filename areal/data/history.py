@@ -1,4 +1,4 @@
-"""The history of a run's prompts, which samplers choose from (areal.data.samplers). It does no I/O."""
+"""The history of a run's prompts, for samplers (areal.data.samplers). No I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,19 +11,19 @@ from areal.base.fields import with_defaults
 if TYPE_CHECKING:
     from areal.data.prompt_sources import PromptSource
 
-# The weight of a new group in the share of groups with signal of a source.
+# The weight of a new group in a source's share of groups with signal.
 SIGNAL_WEIGHT = 0.02
 
 
 @dataclass(slots=True)
 class RowHistory:
-    """What is known of a row of which a prompt was chosen.
+    """The history of a row with at least one prompt.
 
-    index, prompt: the training index and the number of the last such prompt. choices: number of its prompts. groups:
-    number of its groups that were finished. The others are of these groups: mean, spread: mean and standard deviation
-    of the rewards of the last one. flat: how many, up to the last one, had no signal: all rewards the same. rate: mean
-    of all means, in which each group counts half as much as the next one. version: that of the run when the last one
-    was finished. tokens: sampled in all of them.
+    index, prompt: the training index and the number of the row's last prompt. choices: number of prompts. groups:
+    number of finished groups. mean, spread: mean and standard deviation of the rewards of the last finished group.
+    flat: the number of last groups in a row without signal (equal rewards). rate: the mean over the groups' means, in
+    which a group counts half as much as the next group. version: the run's when the last group was finished. tokens:
+    sampled in all groups.
     """
 
     index: int
@@ -47,7 +47,7 @@ class RowHistory:
 
     @property
     def weight(self) -> float:
-        """How many groups `rate` is worth: 1 after the first one, at most 2."""
+        """The number of groups that `rate` is worth: 1 after the first group, at most 2."""
         return 2 - 0.5 ** (self.groups - 1) if self.groups else 0.0
 
 
@@ -56,8 +56,8 @@ _values = attrgetter(*(column.name for column in fields(RowHistory)))
 
 @dataclass(slots=True)
 class SourceHistory:
-    """Of one source of several: the last training index that was chosen of it, and the recent share of its finished
-    groups with signal; 1 before the first."""
+    """The history of one source among several: the last training index of the source, and the recent share of groups
+    with signal; 1 before the first group."""
 
     last: int = -1
     signal: float = 1.0
@@ -65,13 +65,13 @@ class SourceHistory:
 
 @dataclass
 class History:
-    """What a run's prompts have shown. A sampler reads it; only the run changes it.
+    """The results of a run's prompts so far. Samplers read the history; only the run changes it.
 
-    source: the rows. Without one, `load` and `dump` are all that can be used. seed: of the run. group_size: samples of
-    a group. prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last
-    choice, -1 before the first. version: that of the run when the last group was finished. rows: by `source.key`, in
-    the order of their first choice. measured: keys of the rows of which a group was finished. sources: in their order,
-    none before the first choice.
+    source: the rows. Without a source, only `load` and `dump` work. seed: the run's. group_size: samples of a group.
+    prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last choice,
+    -1 before the first. version: the run's when the last group was finished. rows: by `source.key`, in the order of
+    the first choice. measured: keys of the rows with a finished group. sources: in order; empty before the first
+    choice.
     """
 
     source: "PromptSource | None" = field(default=None, compare=False)
@@ -87,15 +87,15 @@ class History:
 
     @property
     def data(self) -> "PromptSource":
-        assert self.source is not None  # nothing is chosen without one
+        assert self.source is not None  # nothing is chosen without a source
         return self.source
 
     def of(self, index: int) -> RowHistory | None:
-        """What is known of the row of a training index; None if no prompt was chosen of it."""
+        """Return the history of the row of a training index, or None if the row has had no prompt."""
         return self.rows.get(self.data.key(index))
 
     def unseen(self) -> int | None:
-        """The lowest training index of a row of which no prompt was chosen yet; None if there is none."""
+        """Return the lowest training index of a row without a prompt so far, or None if every row has had a prompt."""
         if len(self.rows) == self.data.rows:
             return None
         while self.of(self._unseen):
@@ -103,17 +103,17 @@ class History:
         return self._unseen
 
     def random(self, prompt: int) -> Random:
-        """The source of randomness for the choice of this prompt."""
+        """Return the source of randomness for the choice of this prompt."""
         return Random(f"{self.seed}/sampler/{prompt}")
 
     def coverage(self) -> float | None:
-        """The share of all rows of which a prompt was chosen; None if the data has no end."""
+        """Return the share of rows that have had a prompt, or None if the data has no end."""
         return None if self.source is None or self.source.rows is None else len(self.rows) / self.source.rows
 
     # --- what only the run calls
 
     def chosen(self, prompt: int, index: int) -> None:
-        """A new prompt is of the row of this training index."""
+        """Note that a new prompt is the row of this training index."""
         if self.source is None:
             return
         key = self.source.key(index)
@@ -125,8 +125,8 @@ class History:
             self.rows[key] = RowHistory(index, prompt)
 
     def finished(self, index: int, mean: float, spread: float, signal: bool, version: int, tokens: int) -> None:
-        """A group of this training index is ready: the mean and the standard deviation of its rewards, whether they
-        differ, the version of the run, and the number of its sampled tokens."""
+        """Note that a group of this training index is ready. mean, spread: mean and standard deviation of the rewards.
+        signal: whether rewards differ. version: of the run. tokens: the number of sampled tokens."""
         if self.source is None:
             return
         key = self.source.key(index)
@@ -143,7 +143,7 @@ class History:
         return self.sources
 
     def dump(self) -> dict[str, Any]:
-        """All that the run has told it, fit for JSON."""
+        """Return the whole history, fit for JSON."""
         return {
             "last": self.last,
             "version": self.version,
@@ -153,7 +153,7 @@ class History:
         }
 
     def load(self, dump: Mapping[str, Any]) -> None:
-        """Become the history that `dump` was made from."""
+        """Become the history that `dump` has returned."""
         dump = with_defaults(dump, self.dump())
         self.last, self.version, self.measured = dump["last"], dump["version"], list(dump["measured"])
         self.rows = {key: RowHistory(*values) for key, *values in dump["rows"]}

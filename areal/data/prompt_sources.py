@@ -1,11 +1,11 @@
 """Sources of prompts. A row is a pure function of its index.
 
-The master hands out training indices, 0, 1, 2, ... unless `data.sampler` chooses others, and any rollout manager can
-look up any of them, in any order and after any restart: the same configuration and seed give the same row. A source has
-no position, so there is nothing to resume.
+The master hands out training indices: 0, 1, 2, ... or the choices of `data.sampler`. Any rollout manager can look up
+any index, in any order and after any restart: the same configuration and seed give the same row. A source has no
+position, so there is nothing to resume.
 
-A finite source is used epoch by epoch, and each epoch has its own shuffled order. No training row has the prompt of a
-held-out row: such rows of a table are left out, and such generated rows are drawn again.
+A finite source is used epoch by epoch, in a new shuffled order in every epoch. No training row has the prompt of a
+held-out row: rows of a table with such a prompt are left out, and generated rows are drawn again.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from areal.data.row_reading import make_row, with_pictures, written_prompt
 from areal.data.rows import Row, has_parts, prompt_or_none
 from areal.samples.pictures import FIELDS
 
-# If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
+# A generated task that still repeats held-out prompts after this many draws has too few problems to hold some out.
 MAX_DRAWS = 100
-# So many rows are looked at to see whether the rows are still those with which a run began.
+# The number of rows that are compared with the rows at the beginning of a run.
 DIGESTED_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class Table:
-    """A finite source of at least one row. rows: as they are in the source, a list or a Hugging Face data set. place:
-    says in messages where the row of a position is."""
+    """A finite source of at least one row. rows: the source's raw rows, a list or a Hugging Face data set. place:
+    returns the place of a row for messages."""
 
     config: SourceConfig
     rows: Any
@@ -46,11 +46,11 @@ class Table:
         return make_row(self.rows[position], self.config, self.place(position), not isinstance(self.rows, list))
 
     def prompts(self) -> Iterable[Any]:
-        """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
+        """Return the prompts of all rows, as the source or the template writes them; None for an unusable row."""
         key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
         is_plain = key in columns and not {*FIELDS} & {*columns}
         if self.config.prompt_template is None and is_plain and not has_parts(prompt_or_none(self.rows[0][key]) or ""):
-            return self.rows[key][:]  # a column, without the others
+            return self.rows[key][:]  # a column, without loading the rows
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
@@ -62,15 +62,15 @@ class Table:
 
 
 Draw = Callable[[str, int, int], Row]
-"""An endless source: called with a side, a number and an attempt, it makes one row; the same arguments give the same
+"""An endless source: a function of a side, a number and an attempt that returns a row; the same arguments give the same
 row. The side is `train` or `held_out`. Another attempt at the same number gives another row."""
 
 
 class PromptSource:
     """Training rows by index and held-out rows by number. Made by `open_source`.
 
-    size: the number of rows of one epoch; None if the source is endless. rows: the number of different rows; None if
-    they have no end. shares: the share of each source in the rows. held_out: all held-out rows.
+    size: the number of rows of an epoch; None if the source is endless. rows: the number of different rows; None if
+    there is no end. shares: the share of each source in the rows. held_out: all held-out rows.
     """
 
     size: int | None
@@ -81,7 +81,7 @@ class PromptSource:
         self.held_out = held_out
 
     def __len__(self) -> int:
-        """The number of rows of one epoch. Raises TypeError if the source is endless."""
+        """The number of rows of an epoch. Raises TypeError if the source is endless."""
         if self.size is None:
             raise TypeError("an endless source has no length")
         return self.size
@@ -99,16 +99,16 @@ class PromptSource:
         raise NotImplementedError
 
     def key(self, index: int) -> int:
-        """Which row of the data `row(index)` is: modulo the number of sources it is the source."""
+        """Return the key of the row `row(index)` in the data. The key modulo the number of sources is the source."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """The number of rows of one epoch, and a digest of some of them; empty if the source is endless."""
+        """Return the number of rows of an epoch and a digest of some rows; empty if the source is endless."""
         if not self.size:
             return ""
         digest = hashlib.blake2b(digest_size=8)
         for index in range(0, self.size, -(-self.size // DIGESTED_ROWS)):
-            with suppress(UserError):  # it is discarded when its turn comes
+            with suppress(UserError):  # the row is discarded when it is used
                 row = self.row(index)
                 digest.update(json.dumps([problem_of(row.prompt), row.answer], default=lambda value: "").encode())
         return f"{self.size} {digest.hexdigest()}"
@@ -119,7 +119,7 @@ class PromptSource:
 
 
 class OneSource(PromptSource):
-    """The rows of one source. held_out: its own held-out rows. apart: prompts that may not be trained on."""
+    """The rows of a source. held_out: the source's held-out rows. apart: prompts that may not be trained on."""
 
     def __init__(
         self, source: Table | Draw, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int, what: str
@@ -168,8 +168,8 @@ class OneSource(PromptSource):
 
 
 class Mixture(PromptSource):
-    """The rows of several sources, in blocks. Each block has counts[k] rows of sources[k], in an order of its own. If
-    `by_epoch`, a block is an epoch, which has every row of every source once; else the mixture is endless."""
+    """The rows of several sources, in blocks. A block has counts[k] rows of sources[k], in a shuffled order. If
+    `by_epoch`, a block is an epoch with every row of every source once; otherwise the mixture is endless."""
 
     def __init__(self, sources: Sequence[OneSource], counts: Sequence[int], by_epoch: bool, seed: int) -> None:
         held_out = [row for source in sources for row in source.held_out]
@@ -181,7 +181,7 @@ class Mixture(PromptSource):
         self._sources = sources
         self._counts = counts
         self._seed = seed
-        # A sampler may be in another block with each source.
+        # A sampler may use several blocks at a time, as many as there are sources.
         self._block = functools.lru_cache(maxsize=2 + len(sources))(self._mixed)
 
     def key(self, index: int) -> int:
@@ -193,20 +193,20 @@ class Mixture(PromptSource):
         return self._sources[which].row(number)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The source of a training index, and the training index there."""
+        """Return the source of a training index, and the training index within the source."""
         block, position = divmod(index, sum(self._counts))
         which, number = self._block(block)[position]
         return which, block * self._counts[which] + number
 
     def _mixed(self, block: int) -> list[tuple[int, int]]:
-        """For each row of the block: which source, and which of the rows that the source has in the block."""
+        """For each row of the block, return the source, and the number among the source's rows in the block."""
         places = [(which, number) for which, count in enumerate(self._counts) for number in range(count)]
         Random(f"{self._seed}/block/{block}").shuffle(places)
         return places
 
 
 def problem_of(prompt: Any) -> str:
-    """What prompts of the same problem share: the text, or the messages without those of the system."""
+    """Return the part of a prompt that names the problem: the text, or the messages without system messages."""
     read = prompt_or_none(prompt)
     if read is None:
         return json.dumps(prompt, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""Where the quickstart's model is: made once for a user, and copied for each folder of runs."""
+"""The place of the quickstart's model: made once for a user, and copied for each folder of runs."""
 
 import fcntl
 import os
@@ -23,8 +23,8 @@ def make(options: Namespace) -> None:
 
 
 def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None = None) -> Path:
-    """Return the model's folder in `parent`. If it does not exist, it is a copy of the model in the user's cache, which
-    is built first if need be, by one process while others wait. A cache that takes no files is left out."""
+    """Return the model's folder in `parent`, by a copy from the user's cache if missing. The cache's model is built
+    once, while other processes wait. If the cache cannot be written, the model is built in place."""
     folder = quickstart_folder(parent, seed)
     if folder.exists():
         return folder
@@ -48,7 +48,7 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
     with lock:
         if not original.exists():
             make_whole(original)
-        if not folder.exists():  # another process may have waited for the same one
+        if not folder.exists():  # another process may have waited for the same model
             with _complete(folder) as unfinished:
                 shutil.copytree(original, unfinished, dirs_exist_ok=True)
     return folder
@@ -56,7 +56,7 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
 
 @contextmanager
 def _complete(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` once the block has ended without an exception."""
+    """Yield a folder to write into, which becomes `folder` once the block has ended without an exception."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

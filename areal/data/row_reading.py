@@ -1,4 +1,4 @@
-"""How a row of the data is read: its prompt, its answer, its pictures and its tools, from the fields that it has."""
+"""How a row of the data is read: prompt, answer, pictures and tools, from the row's fields."""
 
 import functools
 import json
@@ -19,8 +19,8 @@ from areal.samples.pictures import DIGESTS, FIELDS, digest_of, find
 
 
 def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool = False) -> Row:
-    """Return the Row of `raw`, which is at `where` in the source. of_table: as of `read_prompt`. Raises UserError if it
-    is not usable."""
+    """Return the Row of `raw`. where: the place of the row in the source, for messages. of_table: as in `read_prompt`.
+    Raises UserError if the row is not usable."""
     prompt_key, answer_key = config.prompt_key, config.answer_key
     for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
         needed = key is not None and not (key == prompt_key and config.prompt_template)
@@ -43,7 +43,7 @@ def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table:
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
-    # A data set of the hub has dates where its files have texts of JSON that look like them.
+    # A data set of the hub has dates in place of texts of JSON that look like dates.
     fields = {name: value.isoformat() if isinstance(value, date) else value for name, value in fields.items()}
     with explain(
         (TypeError, ValueError, OverflowError), f"{where} cannot be sent to rewards ({{why}}): keep to JSON values"
@@ -65,7 +65,7 @@ def make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table:
 def _tools(
     raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool, *, is_chat: bool
 ) -> list[dict[str, Any]] | None:
-    """The tools of a row, which stand beside its prompt. Raises UserError if they cannot be read or shown."""
+    """Return the tools of a row, which stand beside the prompt. Raises UserError if tools cannot be read or shown."""
     if config.tools_key is None:
         return None
     beside, dot, _ = config.prompt_key.rpartition(".")
@@ -87,7 +87,7 @@ def _tools(
 def with_pictures(
     prompt: Prompt, raw: Mapping[str, Any], config: SourceConfig, where: str
 ) -> tuple[Prompt, tuple[bytes, ...]]:
-    """The prompt of a row with its pictures in their places, and these. Paths begin at the folder of the source."""
+    """Return the prompt with pictures in their places, and their files. Paths begin at the folder of the source."""
     if not any(raw.get(name) for name in FIELDS) and not has_parts(prompt):
         return prompt, ()
     source = Path(str(config.source)).expanduser()
@@ -101,7 +101,7 @@ _MISSING = object()
 
 
 def _field(raw: Mapping[str, Any], key: str) -> Any:
-    """The field of a row, or that of an object in it: `reward_model.ground_truth`. _MISSING if it has none."""
+    """Return a field of a row, or of an object in the row: `reward_model.ground_truth`; _MISSING if absent."""
     value: Any = raw
     for part in [key] if key in raw else key.split("."):
         value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -109,7 +109,7 @@ def _field(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def written_prompt(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Any:
-    """The prompt of `raw` as it is, or as the template writes it."""
+    """Return the prompt of `raw` unchanged, or as the template writes it."""
     if config.prompt_template is None:
         return _field(raw, config.prompt_key)
     with explain(
@@ -125,8 +125,8 @@ def _template(text: str) -> jinja2.Template:
 
 
 def with_system(prompt: Prompt, system: str | None) -> Prompt:
-    """Return chat messages with the system prompt first, unless they have one of their own. None: return the prompt as
-    it is. An empty system prompt: return chat messages without one."""
+    """Return chat messages with the system prompt first, unless the messages have a system prompt already. None: return
+    the prompt unchanged. An empty system prompt: return chat messages without a system prompt."""
     if system is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

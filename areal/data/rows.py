@@ -12,7 +12,7 @@ from typing import Any
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with `role` and `content`, and perhaps `tool_calls`. Content is text, or parts: a text, or a
 picture with its `digest`, `width` and `height`."""
-# What data sets write into texts where a picture is.
+# The mark for a picture in the texts of data sets.
 PICTURE_MARK = "<image>"
 # The kinds of parts of messages that are pictures.
 PICTURE_PARTS = ("image", "image_url", "input_image")
@@ -33,11 +33,10 @@ class Row:
     """One problem.
 
     index: training index, or number among the held-out rows. prompt: text or chat messages. answer: the reference
-    answer as text, None if the row has none. reward: the row's own rewards with their weights, None if it names none.
-    fields: the whole row, fit for JSON, which rewards receive; its `answer` is the value of `data.answer_key`, and its
-    `prompt` that of `data.prompt_key`, unless there is a `data.prompt_template`. pictures: the files of those that the
-    prompt has, in order; `fields` have their digests. tools: those that the chat template shows with the
-    prompt, in the form of OpenAI's API.
+    answer as text, or None. reward: the row's own rewards with weights, or None. fields: the whole row, fit for JSON,
+    which rewards receive; `answer` is the value of `data.answer_key`, and `prompt` the value of `data.prompt_key`,
+    unless there is a `data.prompt_template`. pictures: the files of the prompt's pictures, in order; `fields` have the
+    digests. tools: in the form of OpenAI's API; the chat template shows them with the prompt.
     """
 
     index: int
@@ -50,11 +49,14 @@ class Row:
 
 
 def read_prompt(value: Any, *, of_table: bool = False) -> Prompt:
-    """The prompt that is written in one of the forms of published data sets: text, messages, their JSON or Python
-    literal, messages of ShareGPT (`from` and `value`), items of the Responses API, or a list of one list of messages,
-    as in BFCL. Every text of `value` is in the result. Raises ValueError: the reason why there is no prompt in it.
+    """Read a prompt in a form of published data sets: text, messages, their JSON or Python literal, messages of
+    ShareGPT (`from` and `value`), items of the Responses API, or a list of one list of messages, as in BFCL. Every text
+    of `value` is in the result. Raises ValueError with the reason if `value` has no prompt.
 
-    of_table: a table gives each object the keys of all others, as nulls: the nulls in a call's arguments are left out.
+    of_table: a table gives every object the keys of all objects, with nulls: nulls in a call's arguments are left out.
+
+    >>> read_prompt([{"from": "human", "value": "2 + 3?"}])
+    [{'role': 'user', 'content': '2 + 3?'}]
     """
     if isinstance(value, str) and value:
         written = literal(value)
@@ -75,20 +77,20 @@ def read_prompt(value: Any, *, of_table: bool = False) -> Prompt:
 
 
 def prompt_or_none(value: Any) -> Prompt | None:
-    """The prompt that `read_prompt` reads; None if there is none in `value`."""
+    """Return the prompt that `read_prompt` reads, or None if `value` has no prompt."""
     with suppress(ValueError):
         return read_prompt(value)
     return None
 
 
 def literal(text: str) -> Any:
-    """The object, or the list that begins with one, that a text writes as JSON or, as pandas writes it into CSV, as
-    Python; None if it is just a text. Raises ValueError for messages that are written otherwise."""
+    """Return the object in a text, or the list that begins with an object. The text is JSON or, as pandas writes CSV,
+    Python. None for any other text. Raises ValueError for messages in another form."""
     if not _OBJECT.match(text):
         return None
     for read in json.loads, ast.literal_eval:
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of what looks like an escape in a prompt
+            warnings.simplefilter("ignore", SyntaxWarning)  # about text that looks like an escape in a prompt
             return read(text)
     if _LIKE_MESSAGES.match(text):
         raise ValueError("it looks like messages, but is neither JSON nor a list of Python: write JSON")
@@ -128,7 +130,7 @@ def _add_message(messages: list[dict[str, Any]], fields: dict[str, Any], of_tabl
 
 
 def _of_sharegpt(fields: dict[str, Any]) -> dict[str, Any]:
-    """The message of an object with `from` and `value`. Raises ValueError."""
+    """Return the message of an object with `from` and `value`. Raises ValueError."""
     further = {key: field for key, field in fields.items() if key not in ("from", "value")}
     sender, value = fields["from"], fields.get("value")
     if {"content", "tool_calls"} & {*further}:
@@ -142,7 +144,7 @@ def _of_sharegpt(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_content(content: Any) -> str | list[dict[str, Any]]:
-    """Text; or parts, if there is a picture among them. Raises ValueError."""
+    """Return text, or parts if there is a picture. Raises ValueError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -153,7 +155,7 @@ def _read_content(content: Any) -> str | list[dict[str, Any]]:
 
 
 def read_part(part: Any) -> dict[str, Any]:
-    """A part of a message: its text, or a picture as it is. Raises ValueError."""
+    """Return a part of a message: a text, or a picture unchanged. Raises ValueError."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (*_TEXT_PARTS, *PICTURE_PARTS):
         raise ValueError(f"a part of a message is of the type {kind!r}: types are text and image")
@@ -166,7 +168,7 @@ def read_part(part: Any) -> dict[str, Any]:
 
 
 def _read_call(call: Any, of_table: bool) -> dict[str, Any]:
-    """A call with its arguments as an object, which chat templates write as JSON; other arguments stay as they are.
+    """Return a call with arguments as an object, which chat templates write as JSON; other arguments are unchanged.
     Raises ValueError."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
@@ -185,7 +187,7 @@ def _read_call(call: Any, of_table: bool) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without what is null in its objects, at every depth."""
+    """Return the value without nulls in objects, at every depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(without_nulls, value)] if isinstance(value, list) else value
@@ -198,7 +200,7 @@ def _parsed(text: str) -> Any:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt as plain text: chat messages without roles, a blank line between them, a mark for each picture."""
+    """Return the prompt as plain text: chat messages without roles, blank lines in between, a mark for each picture."""
     return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
 
 
@@ -208,20 +210,20 @@ def has_parts(prompt: Prompt) -> bool:
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """The content of a message as text, with a mark for each picture."""
+    """Return the content of a message as text, with a mark for each picture."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else PICTURE_MARK for part in content)
 
 
 def seed_of(row: Row) -> int:
-    """Return the row's field `seed` or, if it has none, its index."""
+    """Return the row's field `seed`, or the row's index if there is no such field."""
     seed = row.fields.get("seed")
     return row.index if seed is None else seed
 
 
 def extended(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt with the text at its end, on a line of its own."""
+    """Return the prompt with the text at the end, on a new line."""
     if isinstance(prompt, str):
         return f"{prompt}\n{text}" if prompt else text
     last = prompt[-1]["content"]
@@ -230,17 +232,17 @@ def extended(prompt: Prompt, text: str) -> Prompt:
 
 
 def without(field: str, rows: Sequence[Row]) -> list[str]:
-    """A sentence for each of the rows that has no such field."""
+    """Return a sentence for every row without this field."""
     return [flawed(row, f"it has no {field!r}") for row in rows if row.fields.get(field) is None]
 
 
 def flawed(row: Row, flaw: object) -> str:
-    """Says what is wrong with a row."""
+    """Return a sentence about a flaw of a row."""
     return f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})"
 
 
 def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The prompt and the completion as messages."""
+    """Return the prompt and the completion as messages."""
     stored = row.get("prompt")
     messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
     return [*messages, {"role": "assistant", "content": completion}]

@@ -1,13 +1,13 @@
-"""Samplers choose the row of each new prompt, from what the prompts before have shown.
+"""Samplers choose the row of a new prompt, from the results of earlier prompts.
 
-A sampler is a function of the history and of the number of the next prompt, 0, 1, 2, ..., which returns a training
-index (areal.data.sources); or a class with options whose instances are such functions:
+A sampler is a function of the history and of the number of the next prompt, 0, 1, 2, ..., and returns a training index
+(areal.data.sources). A class with options is a sampler, too, if its instances are such functions:
 
     def my_sampler(history: History, prompt: int) -> int: ...
 
-It does no I/O and keeps no state of its own: all that it may remember is the history. The master journals each choice
-with the permit, and what a group has shown when it is ready. So a restarted master has the same history, and a choice
-that was made is never made again. configs/examples/difficulty has a class.
+A sampler does no I/O and keeps no state: the history is the only memory. The master journals a choice with the permit,
+and the results of a group when the group is ready. So a restarted master has the same history, and no choice is made
+twice. configs/examples/difficulty has a class.
 """
 
 import inspect
@@ -24,19 +24,19 @@ Choose = Callable[[History, int], int]
 
 
 def shuffle(history: History, prompt: int) -> int:
-    """Every row once in each epoch, in an order of its own for each."""
+    """Choose every row once in each epoch, in a new order in every epoch."""
     return prompt
 
 
 def open_sampler(config: DataConfig, source: PromptSource) -> Choose:
-    """Return the sampler that `config` names, after it has made a first choice. Raises UserError."""
+    """Return the sampler that `config` names, after a first choice. Raises UserError."""
     choose = _make(config.sampler, config.sampler_options)
     safe_choice(config.sampler, choose, History(source), 0)
     return choose
 
 
 def safe_choice(name: str, choose: Choose, history: History, prompt: int) -> int:
-    """The choice of the sampler of this name. Raises UserError if it fails, or chooses no row."""
+    """Return the choice of the sampler. Raises UserError if the sampler fails, or chooses no row."""
     # The user's code raises anything.
     with explain(Exception, f"data.sampler {name!r} failed at prompt {prompt} with {{why}}: correct it"):
         index = choose(history, prompt)

@@ -1,4 +1,4 @@
-"""Opens sources of prompts: files, data sets, generated tasks, benchmarks, and mixtures of them."""
+"""Opens sources of prompts: files, data sets, generated tasks, benchmarks, and mixtures of sources."""
 
 import dataclasses
 import hashlib
@@ -20,15 +20,15 @@ from areal.data.prompt_sources import Draw, Mixture, OneSource, PromptSource, Ta
 from areal.data.row_reading import make_row
 from areal.data.rows import Row
 
-# Rows in which a mixture with weights has its proportions exactly.
+# The number of rows after which a mixture with weights has exactly the given proportions.
 BLOCK_ROWS = 1000
 
 
 def open_source(config: RowsConfig, seed: int) -> PromptSource:
     """Return the prompts that `config` describes, in an order that depends on `seed`.
 
-    Every row of a file is checked here. The columns of a Hugging Face data set or a Parquet file are checked here too,
-    but its rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
+    Every row of a file is checked here. The columns of a Hugging Face data set or a Parquet file are checked here, too;
+    rows are checked when they are looked up. Raises UserError, with the fault, the place, and a remedy.
     """
     if not config.parts:
         return Mixture([], [], by_epoch=True, seed=seed)
@@ -60,8 +60,8 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
 
 
 def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
-    """Return the problems of the benchmark `name`, in the order of its source. `index` is the number of the row there,
-    so it is the same for any `size` and `dates`. Raises UserError, also if a row is not usable."""
+    """Return the problems of the benchmark `name`, in the order of the source. `index` is the number of a row in the
+    source, for any `size` and `dates`. Raises UserError, also if a row is not usable."""
     if config.source is None:
         key = f"evaluator.benchmarks.{name}.source"
         raise UserError(f"The benchmark {name} names no source: set {key}=FILE.jsonl, or --source {name}=FILE.jsonl.")
@@ -95,7 +95,7 @@ def _in_window(row: Row, config: BenchmarkConfig, what: str) -> bool:
 
 
 def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Draw, str]]) -> list[float]:
-    """By which the rows and the held-out rows are divided among the sources: weights, or else numbers of rows."""
+    """Return the shares of the sources in rows and held-out rows: the weights, or else the numbers of rows."""
     if not config.sources:
         return [1.0]
     if config.sources[0].weight is not None:
@@ -108,7 +108,7 @@ def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Draw, s
 
 
 def _divided(count: int, shares: Sequence[float]) -> list[int]:
-    """`count` in proportion to the shares, by largest remainder."""
+    """Divide `count` in proportion to the shares, by largest remainder."""
     exact = [count * share / sum(shares) for share in shares]
     parts = [int(quota) for quota in exact]
     for k in sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])[: count - sum(parts)]:
@@ -119,7 +119,7 @@ def _divided(count: int, shares: Sequence[float]) -> list[int]:
 def _held_out(config: SourceConfig, source: Table | Draw, count: int, seed: int, what: str) -> list[Row]:
     if config.eval_source is not None and count:
         what = f"data.eval_source {config.eval_source!r}"
-        # The options belong to `source`. They only fit `eval_source` if it is the same task or data set.
+        # The options belong to `source`. The options fit `eval_source` only if it is the same task or data set.
         options = config.options if _dataset(config.eval_source) == _dataset(str(config.source)) else {}
         source = _open(config, config.eval_source, options, seed, what)
     if not isinstance(source, Table):
@@ -153,13 +153,13 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
 def _opened(
     opener: Callable[..., Any], config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str
 ) -> Table | Draw:
-    """What an entry of the kind `source` opens: a table, a `Draw`, or rows, a list or a Hugging Face data set."""
+    """Open a source by an entry of the kind `source`: a table, a `Draw`, a list of rows or a Hugging Face data set."""
     opened = opener(config, name, options, seed, what)
     return opened if isinstance(opened, Table) or callable(opened) else table(config, opened, what)
 
 
 def _folder(name: str) -> tuple[Path, str | None]:
-    """The folder that `name` is, or FOLDER and SPLIT of FOLDER:SPLIT."""
+    """Return the folder `name`, or FOLDER and SPLIT of FOLDER:SPLIT."""
     whole, (folder, _, split) = Path(name).expanduser(), name.rpartition(":")
     return (whole, None) if whole.is_dir() or not folder else (Path(folder).expanduser(), split)
 
@@ -169,7 +169,7 @@ def _dataset(name: str) -> str:
 
 
 def derived_seed(*parts: object) -> int:
-    """Return a seed that depends on all parts. It is below 2**32, the limit of reasoning_gym."""
+    """Return a seed that depends on all parts. The seed is below 2**32, the limit of reasoning_gym."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
 
 
@@ -188,14 +188,14 @@ def open_addition(config: SourceConfig, name: str, options: Mapping[str, Any], s
 
 
 def with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
-    """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
+    """Return the source if it makes a first row. Raises UserError otherwise, for example for bad options."""
     with explain(mistakes, f"{what}: {{why}}: correct data.options or data.size"):
         draw("train", 0, 0)
     return draw
 
 
 def _open_file(config: SourceConfig, path: Path, what: str) -> Table:
-    """A file of rows, but Parquet; blank lines are skipped. The whole file is read and checked at once."""
+    """Open a file of rows, but Parquet. Blank lines are skipped. The whole file is read and checked at once."""
     numbered = list(read_file(path, what))
     if not numbered:
         raise UserError(f"{what}: the file has no rows: name another one")
@@ -218,7 +218,7 @@ def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
 
 
 def table(config: SourceConfig, dataset: Any, what: str) -> Table:
-    """A Hugging Face data set. Its columns and first row are checked at once, other rows when they are looked up."""
+    """Open a Hugging Face data set. Columns and first row are checked at once, other rows when they are looked up."""
     if not len(dataset):
         raise UserError(f"{what}: the data set has no rows: name another one")
     table = Table(config, dataset, lambda position: f"{what}, row {position},")

@@ -1,8 +1,8 @@
 """Makes the quickstart's model: a character tokenizer and a 0.8M-parameter Qwen3, pretrained on a flawed teacher.
 
-After this warm start the model finds columns and adds reliably, but it has also learned the teacher's slips. So most
-groups of samples have mixed outcomes at every length, and the same change improves all of them: fewer slips.
-Reinforcement learning finds this change from the outcome alone. It would learn single missing facts far more slowly.
+After this warm start the model finds columns and adds reliably, but has also learned the teacher's slips. So most
+groups of samples have mixed outcomes at every length, and one change improves all groups: fewer slips. Reinforcement
+learning finds this change from the outcome alone. Single missing facts would be learned far more slowly.
 """
 
 import math
@@ -27,7 +27,7 @@ from areal.data import addition
 
 EOS, PAD = "<eos>", "<pad>"
 MAX_LENGTH = 512
-"""The number of positions. The longest prompt and its completion take 121 + 201."""
+"""The number of positions. The longest prompt and completion take 121 + 201."""
 
 _IGNORED = -100
 
@@ -43,7 +43,7 @@ class Recipe:
     short_batch: int = 24
     batch: int = 16
     tokens: int = 256
-    """Tokens of one forward pass, unless one example has more. Examples are sorted by length: little is padding."""
+    """Tokens of one forward pass, unless an example has more. Examples are sorted by length: little is padding."""
     lr: float = 3e-3
     ramp_steps: int = 20
     slip: float = 0.1
@@ -61,11 +61,11 @@ def build(
 ) -> None:
     """Write a Hugging Face folder (tokenizer, model, generation config).
 
-    The result depends only on the seed, the recipe and the machine. threads: by default one for each core.
+    The result depends only on the seed, the recipe and the machine. threads: by default as many as cores.
     """
     tokenizer = make_tokenizer()
     threads_before = torch.get_num_threads()
-    # The tensors are small: one thread for each part of a batch is faster than several threads for each operation.
+    # The tensors are small: a thread for each part of a batch is faster than several threads for each operation.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
@@ -74,13 +74,13 @@ def build(
             warm_up(model, tokenizer, seed, recipe, pool, progress)
     finally:
         torch.set_num_threads(threads_before)
-    disable_progress_bar()  # of the files
+    disable_progress_bar()  # for the files
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character of the task. Encoding adds no tokens, and decoding is exact.
+    """Make a tokenizer with one token per character of the task. Encoding adds no tokens, and decoding is exact.
 
     Encoding a character outside the task's alphabet raises an error.
     """
@@ -156,8 +156,8 @@ def warm_up(
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), with AdamW's update size (Liu et al. 2025).
 
-    On this task it finds the lookup by label several times sooner than AdamW. It is for matrices only. It computes in
-    fp32; `torch.optim.Muon` computes in bf16, which not every CPU supports.
+    On this task Muon finds the lookup by label several times sooner than AdamW. Muon is for matrices only. It computes
+    in fp32; `torch.optim.Muon` computes in bf16, which some CPUs lack.
     """
 
     def __init__(self, matrices: list[torch.nn.Parameter], lr: float, pool: ThreadPoolExecutor) -> None:
@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with singular values around 1."""
+    """Return the nearest matrix with singular values around 1."""
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = wide / (wide.norm() + 1e-7)
     for _ in range(5):
@@ -215,8 +215,8 @@ def _example(
 def _accumulate(
     model: Qwen3ForCausalLM, parts: list[list[tuple[list[int], list[int]]]], pool: ThreadPoolExecutor, pad: int
 ) -> float:
-    """Set the gradient of the mean loss over the completion tokens of all parts, and return that loss. Threads of
-    `pool` compute the parts, which are added in their order."""
+    """Set the gradient of the mean loss over the completion tokens of all parts, and return the loss. Threads of `pool`
+    compute the parts, which are added in order."""
     count = sum(label != _IGNORED for part in parts for _, labels in part for label in labels)
     parameters = list(model.parameters())
 
@@ -236,7 +236,7 @@ def _accumulate(
 
 
 def _parts(examples: list[tuple[list[int], list[int]]], cap: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Yield the examples, longest first, in parts of at most `cap` tokens with padding, at least one example each."""
+    """Yield the examples, longest first, in parts of at most `cap` tokens with padding, or a single example."""
     part: list[tuple[list[int], list[int]]] = []
     for example in sorted(examples, key=lambda example: len(example[0]), reverse=True):
         if part and (len(part) + 1) * len(part[0][0]) > cap:
