@@ -1,4 +1,4 @@
-"""The actors to which others are preferred for a while, because a request to them has failed."""
+"""Actors that are avoided for a while after a failed request: other actors of the role are preferred."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from protocols.bus_errors import BusError, BusyError, ConnectionLostError, Refus
 from protocols.membership_messages import Member
 from protocols.transport import STREAM_SILENCE_SECONDS
 
-# After a failed request, other actors of the role are preferred to this one for this long. The wait for one that does
-# not answer doubles with each further try, up to the second value.
+# How long an actor is avoided after a failed request. After every further failed try, the time for an actor that does
+# not answer doubles, up to the second value.
 AVOID_SECONDS, AVOID_MOST_SECONDS = 5.0, 60.0
-# A request to an actor that is gone has failed after this long.
+# A request to a vanished actor has failed after this time.
 TRY_SECONDS = 2 * STREAM_SILENCE_SECONDS
 
 log = structlog.get_logger()
@@ -22,9 +22,9 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Avoided:
-    """Others are preferred to an actor `until` then (the loop's time), for `seconds`. Afterwards one that is `lost`,
-    because it did not answer, gets a single request: it is `tried`. That is due earlier if the directory has changed
-    since, which had it as `listed`."""
+    """An actor is avoided for `seconds`, up to the time `until` (by the loop's clock). Afterwards a `lost` actor, which
+    did not answer, gets a single request as a try (`tried`). The try is due earlier if the actor's entry in the
+    directory is no longer `listed`."""
 
     until: float
     seconds: float
@@ -34,8 +34,8 @@ class _Avoided:
 
 
 class Avoidance:
-    """The actors to which others are preferred, because a request to them has failed. on_lost: called when the
-    connection to an actor is lost for the first time."""
+    """The actors that are avoided after a failed request. on_lost: called when the connection to an actor is lost for
+    the first time."""
 
     def __init__(self, directory: Directory, on_lost: Callable[[Member], None]) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class Avoidance:
         self._avoided: dict[str, _Avoided] = {}
 
     def trusts(self, member: Member) -> bool:
-        """False if the last request to the member has failed, and none has succeeded since."""
+        """Whether no request to the member has failed since its last success."""
         avoided = self._avoided.get(member.identity)
         if avoided and self._is_over(avoided) and (avoided.tried or not avoided.lost):
             del self._avoided[member.identity]
@@ -51,7 +51,7 @@ class Avoidance:
         return avoided is None
 
     def seconds(self, member: Member) -> float:
-        """The longer, the more tries have failed; 0: the member is not avoided, or a try is due."""
+        """The time for which a member is avoided, longer after every failed try; 0 if none, or if a try is due."""
         if not self._avoided or self.trusts(member):
             return 0.0
         avoided = self._avoided[member.identity]
@@ -61,7 +61,7 @@ class Avoidance:
         return 0.0 if self._is_over(avoided) or renewed else avoided.seconds
 
     def begin_try(self, member: Member) -> None:
-        """A request goes to this member. If it is avoided, no other goes there until this one has ended."""
+        """Note that a request goes to this member. An avoided member gets no other request until the end."""
         if self._avoided and not self.trusts(member) and not self.seconds(member):
             avoided = self._avoided[member.identity]
             avoided.tried, avoided.until = True, asyncio.get_running_loop().time() + TRY_SECONDS
@@ -71,7 +71,7 @@ class Avoidance:
             del self._avoided[member.identity]
 
     def failed(self, member: Member, error: BusError) -> None:
-        """Prefer other actors for AVOID_SECONDS, or until this one answers again if it is lost."""
+        """Avoid the member for AVOID_SECONDS; if the member is lost, until it answers again."""
         now, identity, listed = asyncio.get_running_loop().time(), member.identity, self._directory.members
         self._avoided = {
             name: avoided for name, avoided in self._avoided.items() if avoided.until > now or name in listed
@@ -83,7 +83,7 @@ class Avoidance:
                 log.warning("others get its work until it answers again", actor=identity, error=str(error))
             if isinstance(error, ConnectionLostError):
                 self._on_lost(member)
-        elif earlier.tried or earlier.until <= now:  # not one of those that have failed together
+        elif earlier.tried or earlier.until <= now:  # a failure after the first batch of failures
             seconds = min(2 * earlier.seconds, AVOID_MOST_SECONDS)
             self._avoided[identity] = _Avoided(now + seconds, seconds, lost, listed.get(identity))
 

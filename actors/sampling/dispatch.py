@@ -1,7 +1,7 @@
-"""Dispatch: does a job at some actor of a role, and goes on at another one where that actor dies.
+"""Dispatch: does a job at an actor of a role, and continues the job at another actor if the first dies.
 
-A call goes to a generator, a completion to a reward actor or a scorer, a row of tokens to a scorer. They differ by the
-job's kind alone (actors/sampling/jobs.py): which role serves it, where it begins, and what an error means for it.
+A call goes to a generator, a completion to a reward actor or a scorer, a row of tokens to a scorer. The kind of a job
+(actors/sampling/jobs.py) makes the difference: the role, the first actor, and the meaning of an error for the job.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from protocols.bus_errors import BusError
 from protocols.membership_messages import LoadColumns, Member
 from protocols.transport import Bus
 
-# The pause after a job's first error. It doubles with each further error, up to AVOID_SECONDS, unless another actor is
-# there or the directory changes. Else a job would use up its attempts on a dead actor that is still in the directory.
+# The pause after a job's first error. The pause doubles with further errors, up to AVOID_SECONDS, unless another actor
+# is there or the directory changes. Otherwise a job would use up its attempts on a dead actor in the directory.
 RETRY_SECONDS = 0.1
 
 
 class Loads:
-    """The load of each actor. `requests`: number of this actor's requests at each server, by its identity, including
-    slots that samples have before their first request. `room`: notified when one of them ends. `reported`: the load
-    that each generator has reported, as the master passes it on. limit: of a generator that has reported none.
+    """The load of every actor. limit: for a generator without a report. `requests`: number of this actor's requests at
+    a server, by identity, with slots of samples before the first request. `room`: notified when a request ends.
+    `reported`: the reported loads of generators, which the master passes on.
     """
 
     def __init__(self, directory: Directory, limit: int) -> None:
@@ -38,7 +38,7 @@ class Loads:
         self.requests: Counter[str] = Counter()
         self.room = Notifier()
         self.reported: dict[str, GeneratorLoad] = {}
-        self._counted: tuple[list[Member], dict[str, GeneratorLoad], int] = [], {}, 0  # what `places` is of, and it
+        self._counted: tuple[list[Member], dict[str, GeneratorLoad], int] = [], {}, 0  # of `places`
 
     def note(self, loads: LoadColumns) -> None:
         columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
@@ -48,8 +48,8 @@ class Loads:
 
     @property
     def places(self) -> int:
-        """Number of sequences that all healthy generators take. Each sample that ends asks, and there may be thousands
-        of generators, so they are only looked at again after a change."""
+        """Number of sequences that all healthy generators take. Every ended sample asks, and there may be thousands of
+        generators, so generators are counted only after a change."""
         generators = self._directory.with_role("generator")
         if self._counted[0] is not generators or self._counted[1] is not self.reported:
             self._counted = generators, self.reported, sum(map(self._limit, generators))
@@ -62,7 +62,7 @@ class Loads:
         return sum(n for m, n in members if m is not None and m.role == "generator" and m.state == "healthy")
 
     def of(self, m: Member, askers: int, min_version: int) -> float:
-        """How full a member is for a sequence that needs weights of `min_version`, or its number of requests."""
+        """The fullness of a generator for a sequence with `min_version`, or the number of requests at another actor."""
         if m.role != "generator":
             return self.requests[m.identity]
         load = self.reported.get(m.identity) or GeneratorLoad(0, 0, self._default_limit, min_version)
@@ -70,7 +70,7 @@ class Loads:
 
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
-        """Count a request to this member, or a slot for one, until the end of the block."""
+        """Count a request to this member, or a slot for a request, until the end of the block."""
         self.requests[member.identity] += 1
         try:
             yield
@@ -81,7 +81,7 @@ class Loads:
             self.room.notify()
 
     def slot_at(self, generator: Member) -> ExitStack:
-        """A slot in the load of a generator, until it is closed."""
+        """Return a slot in the load of a generator, held until it is closed."""
         slot = ExitStack()
         slot.enter_context(self.using(generator))
         return slot
@@ -93,11 +93,11 @@ class Loads:
 
 
 class Dispatch:
-    """Chooses an actor of a role for each job: the least loaded one that has not failed a request recently. A generator
-    that holds a version older than `min_version` is chosen only if there is no other, and never if it serves users.
+    """Chooses an actor of a role for each job: the least loaded actor without a recent failed request. A generator held
+    at a version older than `min_version` is the last choice, and never chosen if it serves users. An actor in use has a
+    single flow, because an actor does jobs of a single kind.
 
-    users: whether the jobs are of users, whose generator is the one that serves them alone. It has one flow to each
-    actor that it uses: an actor does jobs of one kind.
+    users: whether jobs are of users, who get only the generators that serve users.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Dispatch:
         open_flow: Callable[[Member, type[Job]], Flow[Any]],
         users: bool = False,
     ) -> None:
-        """role, index: of this actor. limit: as of Loads. on_lost: as of Avoidance."""
+        """role, index: this actor's. limit: as in Loads. on_lost: as in Avoidance. open_flow: to an actor."""
         self._directory = directory
         self._role = role
         self._index = index
@@ -121,7 +121,7 @@ class Dispatch:
         self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
 
     async def run(self, job: Job) -> Any:
-        """The result of a job, from one actor after another. Raises SampleFailed."""
+        """Return the result of a job, from actor after actor. Raises SampleFailed."""
         member, errors = job.begin_dispatch(), 0
         try:
             while True:
@@ -141,7 +141,7 @@ class Dispatch:
             job.end_dispatch()
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
-        """The actor of `role` to ask next. Waits until one is healthy.
+        """Return the actor of `role` to ask next. Waits until an actor is healthy.
 
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
@@ -151,7 +151,7 @@ class Dispatch:
             ]
         )
         askers = self.askers
-        # Reported loads are out of date. Each asker begins at another actor, not all at the same few.
+        # Reported loads are out of date. Askers begin at different actors, not all at the same few.
         first = self._index * len(candidates) // askers % len(candidates)
         candidates = candidates[first:] + candidates[:first]
 
@@ -169,7 +169,7 @@ class Dispatch:
         return not too_old and (member.serving or not self.users)
 
     def avoids(self, member: Member) -> bool:
-        """True if the member is to get a request only if there is no other."""
+        """Whether the member gets a request only if there is no other actor."""
         now = self._directory.members.get(member.identity, member)
         return not self.may(now) or self.avoidance.seconds(member) > 0
 
@@ -179,7 +179,7 @@ class Dispatch:
         return max(1, len(self._directory.with_role(self._role)))
 
     async def _next(self, job: Job, member: Member, error: BusError, errors: int) -> Member | None:
-        """Where a job continues after `member` has broken, or has handed the job over; None: anywhere."""
+        """The actor at which a job continues after `member` has failed or handed the job over; None: any."""
         if (target := job.target) is not None:
             return target if target.identity in self._directory.members else None
         self.avoidance.failed(member, error)
@@ -192,14 +192,14 @@ class Dispatch:
         return None
 
     def _has_news(self, job: Job, member: Member, listed: Member | None) -> bool:
-        """Whether another actor may do the job, or the directory has changed the member since it was `listed`."""
+        """Whether another actor may do the job, or the member's entry in the directory is no longer `listed`."""
         others = (m for m in self._directory.with_role(job.role) if m.identity != member.identity)
         changed = self._directory.members.get(member.identity) is not listed
         return changed or any(job.serves in (None, *m.serves) and not self.avoids(m) for m in others)
 
     @contextlib.contextmanager
     def _asking(self, member: Member) -> Iterator[None]:
-        """A request to this member until the end of the block. If it succeeds, the member is not avoided any more."""
+        """A request to this member until the end of the block. After a success the member is no longer avoided."""
         self.avoidance.begin_try(member)
         with self.loads.using(member):
             yield
@@ -214,7 +214,7 @@ class Dispatch:
 
 
 def flows_of(bus: Bus, spawn: Spawn) -> Callable[[Member, type[Job]], Flow[Any]]:
-    """Opens flows of an actor, whose names it uses once."""
+    """Return a function that opens flows of an actor, with a new number for every flow and job."""
     numbers = itertools.count()
 
     def open_flow(member: Member, kind: Any) -> Flow[Any]:

@@ -1,11 +1,10 @@
 """Flows: jobs for another actor and their results, in batches. A job is a sequence to sample, or a completion to score.
 
-An asker opens one flow to each server that it uses. New jobs go out in one request, which has everything that was begun
-since the last request. Results come back as the parts of one stream, each with all results of a moment. So what a job
-costs in messages falls as more of them run.
+An asker opens a flow to a server. A request carries all jobs begun since the last request. Results come back as the
+parts of a stream, and a part carries all results of a moment. So the messages per job become fewer as more jobs run.
 
-Jobs live and die with their flow. If its stream ends or a part of it is lost, the server ends all its jobs, and each
-one fails at the asker, who begins it again elsewhere. The asker may also end single jobs.
+Jobs live and die with their flow. If the stream of a flow ends or a part is lost, the server ends all jobs of the flow.
+The jobs fail at the asker, who begins them again elsewhere. The asker may also end single jobs.
 """
 
 import asyncio
@@ -32,33 +31,32 @@ from protocols.messages import EndJobs, JobFailed, Message, OpenFlow
 from protocols.picture_messages import LackingPictures
 from protocols.transport import Peer, Request
 
-# Timeout of a flow's stream, which breaks much earlier if its server falls silent.
+# Timeout of a flow's stream. A stream breaks much earlier if the server falls silent.
 FLOW_SECONDS = 30 * 24 * 3600.0
 # Least time between two parts of a flow. The first result after a pause does not wait.
 GATHER_SECONDS = 0.05
 # Most jobs in a request, and bytes of results in a part.
 JOBS, PART_BYTES = 256, 512 << 10
-# Most pictures that a request of several jobs brings along: a large one may take a server a second.
+# Most pictures in a request of several jobs: a server may need a second for a large picture.
 PICTURES = 4
-# What a server takes from one sender: flows, and jobs on each.
+# The most flows of a sender at a server, and the most jobs on a flow.
 MAX_FLOWS, MAX_JOBS = 64, 16_384
 
 J = TypeVar("J", bound="Job")
 R = TypeVar("R")
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 Choose = Callable[[str, str | None, int], Awaitable[Member]]
-"""Chooses an actor: of this role, that serves this name (None: any), with weights of this version or newer."""
+"""Chooses an actor: of this role, serving this name (None: any), with weights of this version or newer."""
 JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
-"""A job at its server: gets the function that adds results, and may raise a BusError."""
+"""A job at a server: a function that gets a function to add results, and may raise a BusError."""
 
 
 class Job:
-    """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
-    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `files`: those of
-    its pictures, by name, which are sent to servers that lack them.
+    """A job of an asker. An ended job may be begun again, on any flow.
 
-    `role`, `serves`: an actor of this role does it, which serves this name; None: any actor. `target`: the actor on
-    which it is to continue; None: any.
+    role, serves: the role of the actor for the job, and a name that the actor has to serve (None: any). target: the
+    actor on which the job is to continue; None: any. files: the job's pictures, by name, for servers without them.
+    number: the name of the job on its flow, never used again. `_done`: gets the result or the error.
     """
 
     role = ""
@@ -88,32 +86,32 @@ class Job:
             self._done.set_exception(error)
 
     def stop(self) -> None:
-        """Have the server end the job where it is. Its results so far still come, and then it fails."""
+        """Have the server end the job. The results so far still arrive, and then the job fails."""
         if self._flow is not None and self.runs:
             self._flow.stop(self.number)
 
-    # What actors.sampling.dispatch.Dispatch calls, in this order; from `check` on, for each actor that it tries.
+    # actors.sampling.dispatch.Dispatch calls these methods in order; from `check` on, for every tried actor.
 
     def begin_dispatch(self) -> Member | None:
-        """The actor on which it begins; None: any."""
+        """Return the actor at which the job begins; None: any."""
         return None
 
     def check(self) -> None:
-        """Raises SampleFailed if it is not wanted any more."""
+        """Raises SampleFailed if the job is not wanted any more."""
 
     async def place(self, choose: Choose) -> Member:
-        """The actor to do it. Raises SampleFailed if there is none."""
+        """Return the actor to do the job. Raises SampleFailed if there is none."""
         return await choose(self.role, self.serves, 0)
 
     def run_at(self, member: Member) -> None:
-        """Note that this actor has it from now on."""
+        """Note that this actor has the job from now on."""
 
     def settle(self, error: BusError) -> Any:
-        """Its result, if it ends with this error; None: another actor has to do it. Raises SampleFailed."""
+        """Return the result if the job ends with this error; None: try another actor. Raises SampleFailed."""
         raise NotImplementedError
 
     def leave(self, member: Member, target: Member | None) -> Member | None:
-        """Note that `member` has it no longer. Returns where it continues: at `target`; None: anywhere."""
+        """Note that `member` no longer has the job. Returns the actor at which the job continues; None: any."""
         return target
 
     def end_dispatch(self) -> None:
@@ -121,21 +119,19 @@ class Job:
 
 
 class Kind(Protocol[J]):
-    """A class of jobs, as the asker sees it."""
+    """A class of jobs, from the asker's point of view."""
 
     def request(self, flow: int, jobs: Sequence[J]) -> Message:
-        """The request to begin these jobs on a flow."""
+        """Return the request to begin these jobs on a flow."""
 
     def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
-        """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
-        missing in `jobs` are not wanted any more. Returns the failures in the part. Raises BusError for another
-        part."""
+        """Give results in a part of the stream to the jobs, and remove ended jobs. A job missing in `jobs` is not
+        wanted any more. Returns the failures in the part. Raises BusError for another kind of part."""
 
 
 class Flow(Generic[J]):
-    """The asker's end of a flow to the server behind `peer`. `numbers`: names for flows and jobs, each of which the
-    asker uses once, because a server may still be busy with what was given up. `broken`: it has ended, and takes no
-    more jobs."""
+    """The asker's end of a flow to the server behind `peer`. numbers: names for flows and jobs, never used twice,
+    because a server may still be busy with an abandoned job. `broken`: the flow has ended, and takes no more jobs."""
 
     def __init__(self, peer: Peer, numbers: Iterator[int], kind: Kind[J], spawn: Spawn) -> None:
         self._peer = peer
@@ -151,8 +147,8 @@ class Flow(Generic[J]):
         spawn(self._live(), f"flow to {peer.address}")
 
     async def run_job(self, job: J) -> Any:
-        """The result of a job. If this is cancelled, the server ends the job. Raises a BusError if the server refuses
-        it, if it fails there, or if the flow breaks."""
+        """Return the result of a job. On cancellation the server ends the job. Raises a BusError if the server refuses
+        the job, if the job fails there, or if the flow breaks."""
         number = next(self._numbers)
         result = job.begin(number, self)
         self._jobs[number] = job
@@ -195,7 +191,7 @@ class Flow(Generic[J]):
         raise StreamBrokenError(f"{self._peer.address} ended its flow")
 
     async def _send(self) -> None:
-        """Send what is new, one request after another, so that a job is stopped only after the server has begun it."""
+        """Send new jobs and stops, request after request: a server begins a job before it hears of a stop."""
         await self._opened.wait()
         while True:
             await self._to_send.wait()
@@ -213,9 +209,9 @@ class Flow(Generic[J]):
             return
         try:
             begun = await self._request(jobs)
-        except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
+        except (DeadlineError, StreamBrokenError):  # the server may or may not have begun the jobs: the flow breaks
             raise
-        except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
+        except (MalformedError, ValueError) as error:  # ValueError: a value that no message may have
             begun = len(numbers) == 1
             if begun:
                 self._fail(numbers, MalformedError(str(error)))
@@ -223,18 +219,18 @@ class Flow(Generic[J]):
             self._fail(numbers, error)
             return
         if not begun:
-            middle = len(numbers) // 2  # one of them cannot travel, or all together are too large
+            middle = len(numbers) // 2  # a job cannot travel, or all jobs together are too large
             await self._begin(numbers[:middle])
             await self._begin(numbers[middle:])
 
     async def _request(self, jobs: Sequence[J]) -> bool:
-        """Have the server begin the jobs. False: several of them need more pictures than it looks at for one request.
-        A job that needs so many by itself has as much more time."""
+        """Have the server begin the jobs. Returns False if several jobs need more pictures than a server looks at for a
+        request. A single job with many pictures gets more time."""
         request, lacking = self._kind.request(self._number, jobs), set[str]()
         while isinstance(
             answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + len(lacking))), LackingPictures
         ):
-            lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
+            lacking |= {*answer.names}  # the set grows: a server lacks nothing that a request has
             if len(lacking) > PICTURES and len(jobs) > 1:
                 return False
             request = with_files(request, jobs, lacking)
@@ -247,8 +243,8 @@ class Flow(Generic[J]):
 
 
 class Flows(Generic[R]):
-    """The server's end of all flows to an actor, whose results are of the type R. `size`: bytes of a result in a
-    message, about. `part`: makes the message of results and failures."""
+    """The server's end of all flows to an actor, with results of the type R. size: the approximate bytes of a result in
+    a message. part: makes the message of results and failures."""
 
     def __init__(
         self, size: Callable[[R], int], part: Callable[[list[R], list[JobFailed]], Message], spawn: Spawn
@@ -260,8 +256,8 @@ class Flows(Generic[R]):
         self._emptied = Notifier()
 
     async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[Message, None]:
-        """The answer to OpenFlow: the results and the failures, as they come. The first part has none: it says that the
-        flow is open. Raises RefusedError if it was open already, BusyError if the sender has too many."""
+        """Answer OpenFlow with results and failures as they come. The first part is empty and says that the flow is
+        open. Raises RefusedError if the flow is already open, BusyError if the sender has too many flows."""
         key = request.owner, request.message.flow
         if key in self._open:
             raise RefusedError(f"flow {key[1]} of {request.sender} is open already")
@@ -281,7 +277,7 @@ class Flows(Generic[R]):
             self._emptied.notify()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
-        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError, BusyError (too many)."""
+        """Begin new jobs on a flow, by number. Raises StreamBrokenError (not open) and BusyError (too many jobs)."""
         served = self._open.get((request.owner, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")
@@ -308,10 +304,10 @@ class Flows(Generic[R]):
         self._emptied.notify()
 
     async def _next_part(self, served: "_Served[R]") -> tuple[list[R], list[JobFailed]]:
-        """What is in the next part."""
+        """Return the results and the failures for the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()
-        # Also without a pause this lets the other jobs of this moment add their results.
+        # Also without a pause, this lets other jobs of this moment add results.
         await asyncio.sleep(max(0.0, served.sent + GATHER_SECONDS - loop.time()))
         served.sent = loop.time()
         results: list[R] = []
@@ -330,7 +326,7 @@ class Flows(Generic[R]):
 
 
 class _Served(Generic[R]):
-    """A flow at its server: the running `jobs`, the `results` to be sent, and when a part was last `sent`."""
+    """A flow at its server: the running `jobs`, the `results` to send, and when a part was last `sent`."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, asyncio.Task[None]] = {}
@@ -344,7 +340,7 @@ class _Served(Generic[R]):
 
 
 def with_files(request: Any, jobs: Sequence[Job], lacking: Set[str]) -> Any:
-    """A request with the pictures that its server lacks. Raises BusError if the jobs do not have them."""
+    """Return the request with pictures that its server lacks. Raises BusError if no job has the pictures."""
     files = {name: np.frombuffer(content, np.uint8) for job in jobs for name, content in job.files.items()}
     if not files.keys() >= lacking:
         raise BusError("a server lacks pictures that no job has")

@@ -1,4 +1,4 @@
-"""The scores of a whole group: the samples wait for each other, and one call scores all completions."""
+"""The scores of a whole group: the samples wait for the whole group, and a single call scores all completions."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from areal.rewards.result import Result, all_scored
 
 
 class Sibling(Protocol):
-    """A sample that waits for the others of its group (actors.sampling.sessions.SampleSession)."""
+    """A sample that waits for the rest of its group (actors.sampling.sessions.SampleSession)."""
 
     async def save_rest(self) -> None: ...
     def close(self) -> None: ...
 
 
 class GroupScores:
-    """The scores of a group of `sessions`, in the order of their places. `needed`: as many samples make the group."""
+    """The scores of a group of `sessions`, in the order of places. needed: the samples of a complete group."""
 
     def __init__(self, rewards: Rewards, row: Row, sessions: Sequence[Sibling], needed: int) -> None:
         self._rewards = rewards
@@ -30,8 +30,8 @@ class GroupScores:
         self._scoring: asyncio.Task[dict[Sibling, dict[str, Result]]] | None = None
 
     async def score(self, session: Sibling, names: Iterable[str], completion: str) -> dict[str, Result]:
-        """The results of these rewards for a sample's completion, once the group has all. What the sample has sampled
-        is saved meanwhile. Raises SampleFailed if a reward fails, or if the group has enough without the sample."""
+        """Return the results of these rewards for a completion, once the group is complete. Meanwhile the sample is
+        saved. Raises SampleFailed if a reward fails, or if the group is complete without the sample."""
         if session in self._completions:
             reason = f"it calls session.score twice, but {', '.join(names)} scores all samples of a group once"
             raise SampleFailed("workflow", reason)
@@ -46,8 +46,8 @@ class GroupScores:
         return (await asyncio.shield(self._scoring))[session]
 
     def finished(self, session: Sibling) -> None:
-        """A workflow has ended. If it did not ask for scores, the group is complete without its completion. Raises
-        SampleFailed if the group has enough without the sample."""
+        """Note that a workflow has ended. A sample that did not ask for scores counts without a completion. Raises
+        SampleFailed if the group is complete without the sample."""
         if session not in self._completions:
             if self._complete.is_set():
                 raise ended()
@@ -55,7 +55,7 @@ class GroupScores:
             self._close_if_complete()
 
     async def close(self) -> None:
-        """End the scoring. No task of it is left."""
+        """End the scoring and its task."""
         if self._scoring is not None:
             self._scoring.cancel()
             await asyncio.gather(self._scoring, return_exceptions=True)

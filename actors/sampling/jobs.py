@@ -1,7 +1,7 @@
 """The jobs of samples: calls to generators, completions to rewards and scorers, rows of tokens to scorers.
 
-A call is a sequence of tokens, which one generator after another may sample: it goes on from its last token. A job that
-scores begins anew at another actor.
+A call is a sequence of tokens. Generator after generator may sample the sequence, always from its last token on. A
+scoring job begins anew at another actor.
 """
 
 import asyncio
@@ -42,18 +42,18 @@ from protocols.messages import (
 from protocols.picture_messages import GeneratePictured
 from protocols.scorer_messages import ScoreTokens, TokensScored
 
-# Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the run it
-# waits without a deadline: the master says what is missing.
+# Time to wait for a reward actor that serves a reward named only by rows. The wait for a reward of the run has no
+# deadline: the master says which reward is missing.
 NO_REWARD_SECONDS = 60.0
-# A sample fails after more than this many scoring requests were lost, for example because reward actors died. A lost
-# request does not count as a failure of the reward function (`reward.retries`).
+# A sample fails after more than this many lost scoring requests, for example because reward actors died. A lost request
+# does not count as a failure of the reward function (`reward.retries`).
 REWARDS_LOST = 10
 
 ScoringRole = Literal["reward", "scorer"]
 
 
 class SampleFailed(Exception):
-    """A sample, or a group, cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
+    """A sample, or a group, cannot be finished or scored, because of `cause`. A failure never becomes a score of 0."""
 
     def __init__(self, cause: Cause, why: str) -> None:
         super().__init__(why)
@@ -66,7 +66,7 @@ async def score_with_retries(
     score: Callable[[], Awaitable[list[Result]]],
     on_refusal: Callable[[Cause, str], None] = lambda cause, reason: None,
 ) -> list[Result]:
-    """What `score` returns, which is called up to `retries` times more while the reward `name` fails. on_refusal: is
+    """Return the results of `score`, called up to `retries` times more while the reward `name` fails. on_refusal:
     called with the first failure. Raises SampleFailed."""
     reason = ""
     for attempt in range(retries + 1):
@@ -80,14 +80,13 @@ async def score_with_retries(
 
 
 class SampleState:
-    """What the calls of a sample have in common.
+    """The common state of the calls of a sample.
 
     `home`: the generator on which the next call starts, because it has the prefix; None: any. `slot`: counts as a
-    request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
-    `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
-    `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
-    asked, in order. `pictures`: the files of all that it shows, by their names. `cache_salt`: of whose text the KV
-    cache may be used.
+    request there until the first call begins. `first_version`: the first token's; `on_start` gets the version.
+    `min_version`: rises to the group's start version, so that no older version samples a later token. `tokens_sampled`:
+    the number of tokens in all calls, trained or not. `generators`: names of the asked generators, in order.
+    `pictures`: the files of pictures, by name. `cache_salt`: calls share the KV cache only with calls of the same salt.
     """
 
     pictures: Mapping[str, bytes] = {}
@@ -118,16 +117,16 @@ class SampleState:
         return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
 
     def next_seed(self) -> int | None:
-        """The seed of the next call: calls of one sample differ."""
+        """Return the seed of the next call: calls of a sample differ."""
         seed = self.sampling.seed
         return None if seed is None else (seed + next(self._draws)) % 2**63
 
     async def place(self, choose: Choose) -> Member:
-        """The generator of the next call. Raises SampleFailed if there is none."""
+        """Return the generator of the next call. Raises SampleFailed if there is none."""
         return await choose("generator", None, self.min_version)
 
     def count(self, versions: np.ndarray) -> None:
-        """New tokens have arrived, of these versions."""
+        """Count new tokens with these versions."""
         self.tokens_sampled += len(versions)
         if self.first_version is None and len(versions):
             self.first_version = int(versions[0])
@@ -135,13 +134,13 @@ class SampleState:
 
 
 class Call(Job):
-    """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
-    generator is lost, another one continues from the last token. Calls with the same prompt send it once.
+    """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: if a
+    generator is lost, another generator continues from the last token. Calls with the same prompt send the prompt once.
 
-    limit: the most tokens to sample. pictures: the names of those of the prompt, in order. keep: gets all tokens of the
-    completion so far, and returns how many of them to keep and end with, or None to continue. `generator`: identity of
-    the one that has the sequence, since the time `since`; None: none has. `target`: the one on which it should
-    continue. `finish`: what the last tokens came with.
+    limit: the most tokens to sample. pictures: the names of the prompt's pictures, in order. keep: gets all tokens of
+    the completion so far, and returns the number of tokens to keep and to end with, or None to continue. `generator`:
+    identity of the generator that has the sequence, since the time `since`; None: no generator. `target`: the generator
+    to continue on. `finish`: the last tokens'.
     """
 
     role = "generator"
@@ -163,7 +162,7 @@ class Call(Job):
 
     @staticmethod
     def request(flow: int, jobs: "Sequence[Call]") -> Generate:
-        prompts: dict[tuple[bytes, tuple[str, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
+        prompts: dict[tuple[bytes, tuple[str, ...]], tuple[int, np.ndarray]] = {}  # number and tokens of a prompt
         new = []
         for call in jobs:
             tokens, sampling = call.tokens, call.sampling
@@ -207,7 +206,7 @@ class Call(Job):
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [prefix]: the prompt and what is sampled."""
+        """int32 [prefix]: the prompt and the sampled tokens."""
         return np.concatenate([self._prompt, self._table.tokens])
 
     @property
@@ -224,7 +223,7 @@ class Call(Job):
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The settings for the tokens that remain. A call may be limited to fewer than its sample must have."""
+        """The settings for the remaining tokens. A call's limit may be below the sample's least number of tokens."""
         settings, limit = self.sample.sampling, self.remaining
         least = min(limit, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
         return settings.model_copy(update={"max_new_tokens": limit, "min_new_tokens": least})
@@ -263,7 +262,7 @@ class Call(Job):
         self.generator = None
 
     def move(self, target: Member) -> None:
-        """Have the current generator hand the running sequence over, and continue it on `target`."""
+        """Have the current generator hand the running sequence over, and continue the sequence on `target`."""
         self.target = target
         self.stop()
 
@@ -271,18 +270,18 @@ class Call(Job):
         self.fail(ended())
 
     def receive(self, new: TokenTable, finish: Finish | None) -> None:
-        """Add tokens that a flow has brought (see `add`), unless the call has ended meanwhile."""
+        """Add tokens from a flow (see `add`), unless the call has ended."""
         if not self.runs:
             return
         try:
             if (completion := self.add(new, finish)) is not None:
                 self.succeed(completion)
-        except Exception as error:  # of the workflow's `keep`, to which it belongs
+        except Exception as error:  # an error of the workflow's `keep`, for the workflow
             self.fail(error)
 
     def add(self, new: TokenTable, finish: Finish | None) -> Generation | None:
-        """Add the next tokens. Returns the completion if it is finished with them, if `keep` ends it, or if the sample
-        has no room for more, since its other calls sample too. Raises SampleFailed if the sample is closed."""
+        """Add the next tokens. Returns the completion if the tokens have a finish, if `keep` ends the call, or if the
+        sample's other calls have left no room. Raises SampleFailed if the sample is closed."""
         if self.sample.closed:
             raise ended()
         room = self.sample.room
@@ -300,11 +299,11 @@ class Call(Job):
         return None if room > len(new) else self.completion("length")
 
     def completion(self, finish: Finish | None, length: int | None = None) -> Generation:
-        """The first `length` of the tokens that have arrived."""
+        """Return the first `length` tokens as a completion; None: all."""
         return Generation.of(self._table.view(0, length), finish)
 
     def refused(self, error: Exception) -> Generation:
-        """The completion after a generator has refused the tokens. Raises SampleFailed if the sample has none yet."""
+        """Return the completion after a generator's refusal. Raises SampleFailed if the sample has no token yet."""
         if self.sample.tokens_sampled:  # the prompt has become too long
             return self.completion("length")
         raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
@@ -313,15 +312,14 @@ class Call(Job):
         if self._keep is None:
             return None
         tokens = self._table.tokens
-        tokens.flags.writeable = False  # they are the sample's
+        tokens.flags.writeable = False  # the tokens belong to the sample
         return self._keep(tokens)
 
 
 @dataclass(eq=False)
 class ScoringRules:
-    """What holds for all scoring jobs of an actor. `awaited`: the rewards for whose actors a job waits without a
-    deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
-    first time."""
+    """The rules for all scoring jobs of an actor. awaited: rewards with actors that are awaited without a deadline, as
+    scorers are. on_refusal: called with the cause and the reason when a job is refused for the first time."""
 
     config: RewardConfig
     awaited: Set[str]
@@ -333,8 +331,8 @@ class ScoringRules:
 
 
 class ScoringJob(Job):
-    """What jobs for reward actors and scorers have in common: the actor that does them serves a name, and another one
-    is asked after an error, a limited number of times."""
+    """The common part of jobs for reward actors and scorers: an actor that serves a name does the job. After an error
+    another actor is asked, a limited number of times."""
 
     def __init__(self, rules: ScoringRules, role: ScoringRole, serves: str) -> None:
         self.role: ScoringRole = role
@@ -347,7 +345,7 @@ class ScoringJob(Job):
         return f"{self.role} {self.serves!r}"
 
     def settle(self, error: BusError) -> None:
-        if isinstance(error, MalformedError):  # this row cannot travel, to no actor and at no time
+        if isinstance(error, MalformedError):  # this row can travel to no actor at any time
             raise SampleFailed("row", f"{self.name}: {error}") from None
         if isinstance(error, RefusedError):
             self._refused += 1
@@ -364,8 +362,8 @@ class ScoringJob(Job):
 
 
 class ScoreJob(ScoringJob):
-    """A completion to score, or those of a group; the result is a list of Results. Jobs of one row send it once.
-    scorer: the name of the scorer that gives the reward `function`; None: a reward actor gives it."""
+    """A job to score a completion, or the completions of a group; the result is a list of Results. Jobs of a row send
+    the row once. scorer: the name of the scorer that gives the reward `function`; None: a reward actor gives it."""
 
     def __init__(
         self,
@@ -434,8 +432,8 @@ class ScoreJob(ScoringJob):
 
 
 class TokensJob(ScoringJob):
-    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores. All jobs of a flow are
-    for one name: it leads to one scorer, which has one."""
+    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores. All jobs of a flow have
+    the same scorer."""
 
     def __init__(self, rules: ScoringRules, scorer: str, tokens: np.ndarray) -> None:
         super().__init__(rules, "scorer", scorer)

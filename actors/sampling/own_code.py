@@ -1,4 +1,4 @@
-"""The code of a sample's workflow itself: how long it may run, how it ends, and where it was."""
+"""The own code of a sample's workflow: time limit, errors, and the line of an error."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from areal.workflows.tools import waiting
 
 
 class OwnCode:
-    """The code of a sample's workflow itself: it runs while the sample waits for no actor of the run. It counts as work
-    of this actor, and each stretch of it has a limit."""
+    """The own code of a sample's workflow runs while the sample waits for no actor of the run. Own code counts as work
+    of this actor, and the time of every stretch is limited."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -24,8 +24,7 @@ class OwnCode:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
-        counts as work of this actor, and has a limit."""
+        """Mark the block as waiting for other actors: the workflow's own code does not run meanwhile."""
         self._waits += 1
         self._leave()
         try:
@@ -44,9 +43,9 @@ class OwnCode:
             self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
 
     def _limit(self, seen: float | None = None) -> None:
-        """End the workflow if its own code has run since the last look, for as long as it may. Otherwise look again
-        when it may have: a timer that is moved with each wait takes a tenth of the CPU time of a sample. seen: since
-        when it ran at the last look, which a clock that is a little early does not undo."""
+        """End the workflow if its own code has run without a wait since the last look. Otherwise look again when the
+        limit may be reached: a timer that moves with each wait takes a tenth of the CPU time of a sample. seen: the
+        start of the stretch at the last look, so that a clock that is slightly early changes nothing."""
         loop = asyncio.get_running_loop()
         since = self._services.own_code.get(self, now := loop.time())
         if since != seen:
@@ -56,8 +55,8 @@ class OwnCode:
 
     @contextlib.asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
-        """Mark the block as the run of the workflow. Raises TimeoutError if the workflow waits for too long
-        for something else than the actors of the run."""
+        """Mark the block as the run of the workflow. Raises TimeoutError if the workflow waits too long for anything
+        but actors of the run."""
         try:
             async with asyncio.timeout(None) as self._timer:
                 self._enter()
@@ -83,8 +82,8 @@ class OwnCode:
 
 
 def contained_task(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> asyncio.Task[Any]:
-    """A task, by asyncio's protocol of task factories. In one that a workflow has begun, sys.exit and KeyboardInterrupt
-    are errors like others: asyncio would end this process."""
+    """Make a task, by asyncio's protocol of task factories. In a task of a workflow, sys.exit and KeyboardInterrupt
+    become ordinary errors: asyncio would end this process."""
     if waiting.get() is contextlib.nullcontext:
         return asyncio.Task(work, loop=loop, **settings)
 
@@ -95,10 +94,10 @@ def contained_task(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) 
             raise RuntimeError(error_text(error)) from error
 
     task = asyncio.Task(contained(), loop=loop, **settings)
-    task.add_done_callback(lambda _: work.close())  # it may not have begun
+    task.add_done_callback(lambda _: work.close())  # the work may not have begun
     return task
 
 
 def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:
-    """The line of the user's code at which `error` was raised, in words. libraries: folders of other code."""
+    """Return the line of the user's code that raised `error`, in words. libraries: folders of other code."""
     return place_in(traceback.extract_tb(error.__traceback__) if error else [], libraries)

@@ -1,4 +1,4 @@
-"""Sampling: the part of the roles that sample, which are rollout manager, evaluator and gateway."""
+"""Sampling: the common part of the roles that sample: rollout manager, evaluator and gateway."""
 
 import asyncio
 from collections.abc import Callable
@@ -41,8 +41,8 @@ class Prompts(Protocol):
 
 
 class Sampling:
-    """What an actor has that samples: rollout manager, evaluator and gateway. `dispatch` does the jobs of its samples,
-    `services` is what its sessions use. `awaited_rewards`: those of the run, which have an actor sooner or later.
+    """The part of an actor that samples: a rollout manager, an evaluator or a gateway. `dispatch` does the jobs of
+    samples, `services` is used by sessions. `awaited_rewards`: the run's rewards, which get an actor sooner or later.
 
     users: whether users are served (see Dispatch).
     """
@@ -51,7 +51,7 @@ class Sampling:
     async def start(
         cls, member: Membership, load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, users: bool = False
     ) -> Self:
-        """Raises UserError."""
+        """Load the tokenizer and the parsers. Raises UserError."""
         config = member.config
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         sampling = cls(member, tokenizer, users)
@@ -61,7 +61,7 @@ class Sampling:
     def __init__(self, member: Membership, tokenizer: Any, users: bool) -> None:
         self._member = member
         config, role, index = member.config, member.kind.role, member.index or 0
-        self._causes: set[Cause] = set()  # of failures that were reported
+        self._causes: set[Cause] = set()  # with a reported failure
         limit, open_flow = config.generator.max_concurrent_rollouts, flows_of(member.bus, member.spawn)
         self.dispatch = Dispatch(member.directory, role, index, limit, self._report_lost, open_flow, users)
         self.awaited_rewards = {*config.rewards}
@@ -88,16 +88,16 @@ class Sampling:
         return (Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds),)
 
     async def ask_trainer(self, request: Message, answer: type[M]) -> M:
-        """Ask the trainer, again until it answers. Raises RefusedError."""
+        """Ask the trainer until it answers. Raises RefusedError."""
 
         async def ask() -> M:
             trainer = (await self._member.directory.until(lambda: self._member.directory.with_role("trainer")))[0]
             return await self._member.ask(trainer.address, request, answer, STORE_SECONDS)
 
         def again(error: BusError) -> bool:
-            if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # then its successor will answer
+            if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # else its successor answers
                 return False
-            if isinstance(error, MalformedError):  # a group is too large for one message
+            if isinstance(error, MalformedError):  # a group is too large for a message
                 raise RefusedError(str(error)) from None
             log.warning("the trainer did not take a request", request=request.kind, error=str(error))
             return True
@@ -105,9 +105,9 @@ class Sampling:
         return await ask_until(ask, again)
 
     def report_failure(self, cause: Cause, reason: str) -> None:
-        """Report to the master that a sample failed, or that a reward refused it: the first of each cause, which the
-        user is shown, and all until one has succeeded. If no sample of the run does, the user's reward, workflow or
-        data are probably wrong."""
+        """Report to the master that a sample failed, or that a reward refused a sample: the first failure of every
+        cause, for the user, and all failures until a sample has succeeded. If no sample of the run succeeds, the user's
+        reward, workflow or data are probably wrong."""
         if not self.services.succeeded or cause not in self._causes:
             self._causes.add(cause)
             self._member.spawn(
@@ -115,18 +115,18 @@ class Sampling:
             )
 
     def _report_lost(self, actor: Member) -> None:
-        """Report to the master that this actor cannot reach another one."""
+        """Report to the master that this actor cannot reach another actor."""
         self._member.spawn(self._member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
 
     async def run_workflow(self, session: SampleSession, workflow: Workflow, row: Row) -> Trajectory:
-        """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's code."""
+        """Run the workflow for a sample. Raises SampleFailed, also for any exception of the user's code."""
         try:
             async with session.own_code.limited():
                 sample = await workflow(session, row)
             if not isinstance(sample, Trajectory) or not sample.sampled.any():
                 raise ValueError("it has returned no Trajectory with sampled tokens")
         except SampleFailed as failure:
-            if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
+            if failure.cause not in ("reward", "scorer", "workflow"):  # else reported already
                 self.report_failure(failure.cause, f"{failure}")
             raise
         except ToolError as error:
@@ -134,7 +134,7 @@ class Sampling:
             raise SampleFailed(error.cause, f"{error}") from error
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # it may call sys.exit, which would end this process
+        except BaseException as error:  # user code may call sys.exit, which would end this process
             log.error("workflow failed", workflow=self.services.config.rollout_manager.workflow, exc_info=error)
             reason = f"the workflow raised {error_text(error)}"
             self.report_failure("workflow", reason)
@@ -156,7 +156,7 @@ class RowActor(Actor):
         load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
         workflow: Workflow | None = None,
     ) -> Self:
-        """workflow: in place of the one that the configuration names."""
+        """workflow: in place of the workflow in the configuration."""
         config, settings = member.config, member.config.rollout_manager
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         workflow = workflow or resolve_workflow(settings.workflow, settings.workflow_options)

@@ -15,22 +15,22 @@ from areal.samples.trajectory import TokenScores
 
 
 class Dispatcher(Protocol):
-    """What does jobs (actors.sampling.dispatch.Dispatch)."""
+    """The interface that does jobs (actors.sampling.dispatch.Dispatch)."""
 
     async def run(self, job: Job) -> Any:
-        """The result of a job. Raises SampleFailed."""
+        """Return the result of a job. Raises SampleFailed."""
 
 
 def judges_of(config: Config, dispatch: Dispatcher, tokenizer: Any) -> Any:
-    """The rewards for which the policy itself is asked (actors.scorer.policy_judges). Raises UserError if their options
-    do not fit."""
+    """Return the rewards that ask the policy itself (actors.scorer.policy_judges). Raises UserError if options do not
+    fit."""
     if not config.policy_judges:
         return {}
     return extensions.need("scorer", "policy_judges", "url: policy").load()(config, dispatch, tokenizer)
 
 
 class Rewards:
-    """The rewards and the scorers of a run. scorers: those that give rewards, by the reward's name. judges: of
+    """The rewards and the scorers of a run. scorers: the scorers that give rewards, by the reward's name. judges: from
     `judges_of`."""
 
     def __init__(self, dispatch: Dispatcher, rules: ScoringRules, scorers: Mapping[str, str], judges: Any) -> None:
@@ -42,8 +42,8 @@ class Rewards:
     async def score(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> list[Result]:
-        """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
-        Raises SampleFailed if the reward failed on every attempt."""
+        """Return the scores by the reward `name` for a completion, or for all completions of a group. Raises
+        SampleFailed if the reward failed on every attempt."""
         if name in self._judges:
             judged = partial(self._judges.score, name, prompt, completions, row)
             return await score_with_retries(name, self._rules.config.retries, judged, self._rules.on_refusal)
@@ -52,6 +52,6 @@ class Rewards:
         return results
 
     async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
-        """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
+        """Return the scores of the scorer `name` for tokens, int32 [T]. Raises SampleFailed."""
         scores: TokenScores = await self._dispatch.run(TokensJob(self._rules, name, tokens))
         return scores

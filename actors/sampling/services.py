@@ -1,4 +1,4 @@
-"""What the samples of an actor may use, as one object: generators, rewards, tools."""
+"""The services for the samples of an actor, as an object: generators, rewards, tools."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -14,15 +14,15 @@ from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.workflows.conversation import begin
 from areal.workflows.tools import Tools
 
-# The least limit of a workflow's own code, in `master.hang_seconds`. One sample may wait far longer than all before it.
+# The least limit of a workflow's own code, in `master.hang_seconds`. A sample may wait far longer than all before.
 OWN_CODE = 5.0
 
 
 @dataclass(eq=False)
 class Services:
-    """See the module. `place`: who samples, as in rollout_manager/0. `succeeded`: number of samples that were finished
-    and scored. `own_code`: samples in their workflow's own code, and since when. `own_limits`: of how long one may be
-    there."""
+    """See the module. `place`: role and index of the actor, as in rollout_manager/0. `succeeded`: number of finished
+    and scored samples. `own_code`: samples in their workflow's own code, and since when. `own_limits`: limits on the
+    time there."""
 
     config: Config
     tokenizer: Any
@@ -41,32 +41,32 @@ class Services:
 
     @property
     def sample_seconds(self) -> float:
-        """The limit of one stretch of a workflow's own code."""
+        """The limit of a stretch of a workflow's own code."""
         return self.config.rollout_manager.sample_seconds or self.own_limits.limit("sample")
 
     def weights(self, row: Row, changes: Mapping[str, float]) -> Mapping[str, float]:
-        """The weights of the row's rewards, by name. changes: those that replace or join the configuration's."""
+        """Return the weights of the row's rewards, by name. changes: replace or join the configuration's."""
         return row.reward or {**self.config.reward.functions, **changes}
 
     def of_groups(self, rewards: Iterable[str]) -> list[str]:
-        """Those of these rewards that score all completions of a group at once."""
+        """Return the rewards among `rewards` that score all completions of a group at once."""
         return [name for name in rewards if name in self.config.reward.groups]
 
     def too_long(self, row: Row) -> str | None:
-        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not, or if no
-        tokens can be made of it."""
+        """Return a sentence if the row's prompt has more tokens than `data.max_prompt_tokens`, else None; also None if
+        the prompt cannot be turned into tokens."""
         limit = self.config.data.max_prompt_tokens
         if limit is None:
             return None
         talk, messages = begin(self.tokenizer, row.prompt, row.tools)
         try:
             tokens = len(talk.prompt(messages))
-        except Exception:  # chat templates raise anything; it fails the sample, in the workflow
+        except Exception:  # chat templates raise anything; the workflow fails the sample later
             return None
         return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {limit}" if tokens > limit else None
 
     def overlong(self, sample: Trajectory) -> float:
-        """The penalty for a completion that is too long (`reward.overlong_tokens`)."""
+        """Return the penalty for a completion that is too long (`reward.overlong_tokens`)."""
         limit, buffer = self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
         return overlong_penalty(int(sample.sampled.sum()), limit, buffer) if buffer else 0.0
 

@@ -1,4 +1,4 @@
-"""The base class of the roles that score, which serve names and do jobs on flows."""
+"""The base class of the roles that score: a role serves names and does jobs on flows."""
 
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,7 +26,7 @@ class Serving(Actor):
     """A subclass implements `score_completions` and `size`."""
 
     def __init__(self, member: Membership, names: tuple[str, ...]) -> None:
-        """names: what it serves."""
+        """names: the served names."""
         self.member = member
         self.config = member.config
         self._names = names
@@ -37,17 +37,17 @@ class Serving(Actor):
         return self._names
 
     def size(self, result: Any) -> int:
-        """Bytes of a result in a message, about."""
+        """Return the approximate bytes of a result in a message."""
         raise NotImplementedError
 
     def part(self, results: list[Any], failed: list[JobFailed]) -> Message:
-        """A part of a flow."""
+        """Return a part of a flow."""
         return CompletionsScored(scored=tuple(results), failed=tuple(failed))
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """Score a completion, or all of a group. key: a name of the job that no other has. Raises a BusError."""
+        """Score a completion, or all completions of a group. key: a unique name of the job. Raises a BusError."""
         raise NotImplementedError
 
     async def hand_over(self) -> None:
@@ -77,7 +77,7 @@ class Serving(Actor):
         return Done()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[Any]]) -> Done:
-        """Begin jobs, which have no deadline while this actor is alive, however long its queue is. Raises BusError."""
+        """Begin jobs. A job has no deadline while this actor is alive, however long the queue is. Raises BusError."""
         if self.member.state != "healthy":
             raise BusyError(f"this {self.role} actor accepts no jobs: it is {self.member.state}")
         self._flows.begin(request, flow, jobs)

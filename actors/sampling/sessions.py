@@ -1,4 +1,4 @@
-"""The session of a sample: what its workflow calls, and what it has sampled."""
+"""The session of a sample: the methods for the workflow, and the sampled calls."""
 
 import asyncio
 import itertools
@@ -31,15 +31,15 @@ NO_CHANGES: Mapping[str, float] = {}
 
 
 class SampleSession(SampleState):
-    """The session that a workflow gets for one sample (areal.workflows.Session).
+    """The session that a workflow gets for a sample (areal.workflows.Session).
 
-    rewards: weights that replace or join those of the configuration. home: the generator that all samples of the group
-    start on, because they share the prompt prefix. `running`: its calls in progress. `forest`: the calls that are
-    trained. `reward_parts`: of the last score. `scoring_seconds`: of all its scores.
+    rewards: weights that replace or join the configuration's. home: the generator on which all samples of the group
+    start, because they share the prompt prefix. `running`: calls in progress. `forest`: the trained calls.
+    `reward_parts`: the last score's. `scoring_seconds`: all scores'.
 
-    `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
-    calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on. `group`: scores it
-    with the others of its group; None: rewards of groups score it as a group of one.
+    `saved_calls`: calls of an earlier attempt, from which calls with the same prompts continue. `save`: begins to save
+    the calls so far; called when `save_every` tokens are `unsaved`, unless the last save still runs. `group`: scores
+    the sample with its group; None: rewards of groups score a group of this sample alone.
     """
 
     save: Callable[[], asyncio.Task[None]]
@@ -65,7 +65,7 @@ class SampleSession(SampleState):
         self.shown: Mapping[str, Message] = {part["digest"]: part for part in self._of_row}
         self.pictures = {part["digest"]: file for part, file in zip(self._of_row, row.pictures, strict=True)}
         self.reward_parts: dict[str, float] = {}
-        self._of_agents: dict[str, list[float]] = {}  # rewards of each, by name
+        self._of_agents: dict[str, list[float]] = {}  # rewards of an agent, by name
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []
         self._finished: list[_CallKey] = []  # for each of `calls`
@@ -89,12 +89,12 @@ class SampleSession(SampleState):
         keep: Keep | None = None,
         pictures: Sequence[Message] | None = None,
     ) -> Generation:
-        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
-        where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
+        """Sample a completion of the prompt `tokens`, on generator after generator if necessary. The completion ends
+        where `keep` or `sampling.stop` ends it. Calls at the same time run at the same time.
 
-        max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
-        `Call`. pictures: see areal.workflows.Session. Raises SampleFailed if a generator refuses the first prompt of
-        the sample, or if the placeholders among the tokens are not those of its pictures.
+        max_new_tokens: a limit for this call, besides the sample's own limit over all calls. keep: see `Call`.
+        pictures: see areal.workflows.Session. Raises SampleFailed if a generator refuses the first prompt of the
+        sample, or if the placeholders among the tokens do not match the pictures.
         """
         prompt, parts = _row(tokens), self._of_row if pictures is None else pictures
         try:
@@ -126,13 +126,13 @@ class SampleSession(SampleState):
         return sampled
 
     def _begin(self, call: Call, key: "_CallKey") -> Generation | None:
-        """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
+        """Begin the call with saved tokens of an earlier attempt. Returns the completion if the tokens complete it."""
         for number, saved in enumerate(self.saved_calls):
             tokens, finish = len(saved.sampled), saved.sampled.finish
             fits = tokens + (finish is None) <= call.remaining
             if fits and (saved.prompt, saved.limit) == (key.prompt, key.limit):
                 del self.saved_calls[number]
-                self.unsaved -= tokens  # they are counted now
+                self.unsaved -= tokens  # the tokens are counted now
                 return call.add(saved.sampled, finish)
         return None
 
@@ -151,7 +151,7 @@ class SampleSession(SampleState):
             self._saving = self.save()
 
     def calls_so_far(self) -> list[SavedCall]:
-        """All calls that have tokens, in the order in which they began, and then those that are still `saved_calls`."""
+        """Return all calls with tokens, in the order in which they began, and then the remaining `saved_calls`."""
         calls = {
             key.number: SavedCall(key.prompt, key.limit, call)
             for key, call in zip(self._finished, self.calls, strict=True)
@@ -198,7 +198,7 @@ class SampleSession(SampleState):
             return (await self._services.rewards.score_tokens(scorer, _row(tokens))).logprobs
 
     async def run_python(self, code: str) -> str:
-        """The output of the code, errors included. Raises SandboxError if the sandbox fails, not if the code does."""
+        """Return the output of the code, errors included. Raises SandboxError if the sandbox itself fails."""
         with self.own_code.waiting():
             return str(await self.tool("python").run(code))
 
@@ -214,8 +214,8 @@ class SampleSession(SampleState):
         return endpoint
 
     async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
-        """The weighted sum of the row's rewards on this completion, or the score of one `reward`. Raises SampleFailed
-        if a reward failed on every attempt."""
+        """Return the weighted sum of the row's rewards for this completion, or the score of `reward` alone. Raises
+        SampleFailed if a reward failed on every attempt."""
         services, row = self._services, self._row
         weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
         if reward and services.of_groups(weights):
@@ -242,7 +242,7 @@ class SampleSession(SampleState):
 
 
 def _row(tokens: Tokens) -> np.ndarray:
-    """int32 [n]. Raises ValueError if the workflow gives anything else: a message could not be made of it."""
+    """Return int32 [n]. Raises ValueError for other values, which no message could carry."""
     row = np.asarray(tokens, np.int32)
     if row.ndim != 1:
         raise ValueError(f"tokens are given in the shape {row.shape}: give one row of them, [n]")
@@ -250,7 +250,7 @@ def _row(tokens: Tokens) -> np.ndarray:
 
 
 class _CallKey(NamedTuple):
-    """A call: its number in the sample, and what SavedCall has of it."""
+    """The key of a call: the number in the sample, and the fields of a SavedCall."""
 
     number: int
     prompt: bytes
