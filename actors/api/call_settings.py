@@ -1,4 +1,4 @@
-"""What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
+"""The settings of a call of `train` or `start`: a configuration, and functions that stay in this process."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
-# The keys of a run without a configuration, where they have no default and where another suits a first try better.
+# The configuration of a call without one: required keys, and keys whose default suits a first try less.
 DEFAULTS: dict[str, Any] = {
     "name": "notebook",
     "steps": 100,
@@ -37,17 +37,17 @@ DEFAULTS: dict[str, Any] = {
     "trainer": {"lr": 1e-5, "advantage_mean": "group", "advantage_std": "group"},
 }
 FILE = "start.yaml"
-# Keys of `data` that hold for the rows of one source alone.
+# Keys of `data` that belong to the rows of one source.
 OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
 
 Workflow = Callable[..., Awaitable[Any]]
 RewardLike = Any
-"""A function, an object with a method `score`, a class of those, a name; or a list, or a dict with weights."""
+"""A function, an object with a method `score`, a class of such objects, a name; or a list, or a dict with weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`file`: has the configuration, for run.py. `rewards`, `workflow`: what stays in this process."""
+    """`file`: the configuration, for run.py. `rewards`, `workflow`: the functions that stay in this process."""
 
     config: Config
     file: Path
@@ -62,7 +62,7 @@ def settings_of(
     workflow: Workflow | str | None,
     keys: Mapping[str, Any],
 ) -> Settings:
-    """The settings of a run; its folder and the files in it are made. Raises UserError."""
+    """Return the settings of a run, after making the run folder and its files. Raises UserError."""
     weights, functions = named_rewards(reward)
     chosen: dict[str, Any] = {}
     if weights:
@@ -117,7 +117,7 @@ def _check_given_once(settings: Mapping[str, Any]) -> None:
 
 
 def _configured(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Config:
-    """The configuration with the chosen keys, which may have dots, over other values. Raises UserError."""
+    """Return the configuration of `values`, overridden by the chosen keys, which may have dots. Raises UserError."""
     dotted = {key: value for key, value in chosen.items() if "." in key}
     plain = {key: value for key, value in chosen.items() if "." not in key}
     config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), "the call")
@@ -125,7 +125,7 @@ def _configured(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Config:
 
 
 def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str, RewardFunction]]:
-    """The weights of rewards by name, and those among them that are functions of this process. Raises UserError."""
+    """Return the weights of rewards by name, and the functions of this process by name. Raises UserError."""
     if reward is None:
         return {}, {}
     is_single = isinstance(reward, str) or not isinstance(reward, Iterable)
@@ -149,7 +149,7 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
 
 
 def name_of(value: Any, kind: str = "reward") -> str:
-    """A name itself, or that of a function or of the class of an object; `kind` if it has none."""
+    """Return a name, or the name of a function or of an object's class; `kind` for a lambda."""
     name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
     return kind if name == "<lambda>" else str(name)
 
@@ -170,7 +170,7 @@ def _values(config: Config | Mapping[str, Any] | str | Path | None, chosen: Mapp
 
 
 def _with_source(values: Mapping[str, Any], source: str, has_answers: bool = True) -> dict[str, Any]:
-    """The values with another source of rows. What they say of the rows of the one before is left out."""
+    """Return the values with another source of rows, without settings for the rows of the source before."""
     section = {key: value for key, value in values.get("data", {}).items() if key not in OF_SOURCE}
     if not has_answers:
         section.setdefault("answer_key", None)

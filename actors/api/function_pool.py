@@ -1,4 +1,4 @@
-"""Scores with functions of this very process, as a reward actor does with worker processes."""
+"""Scores with functions of this process, in place of the worker processes of a reward actor."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from areal.samples.table import Tokens
 
 
 class FunctionPool:
-    """Plain functions are called in threads, `config.workers` at once; async ones in the loop of the actor,
-    `config.concurrent_calls` at once. A call that misses its deadline fails; if it is plain, its thread goes on.
+    """Plain functions are called in threads, `config.workers` at once; async functions in the loop of the actor,
+    `config.concurrent_calls` at once. A call that misses its deadline fails; a plain function's thread continues.
 
     functions: by name of the reward; they may be replaced while the pool is used."""
 
@@ -65,7 +65,7 @@ def _value(call: Callable[[], Any]) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What a function returns that is called in a thread of its own, which does not keep the process from its exit."""
+    """Return the result of a function called in a new thread. The thread does not keep the process from exiting."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def _named(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a call with other arguments than those of the function raise UserError."""
+    """Have a call with wrong arguments raise UserError."""
 
     @functools.wraps(function)
     def call(*values: P.args, **keys: P.kwargs) -> T:
@@ -48,7 +48,7 @@ def _named(function: Callable[P, T]) -> Callable[P, T]:
             signature.bind(*values, **keys)
         try:
             return function(*values, **keys)
-        except UserError as error:  # the user's own lines, down to this one, are enough
+        except UserError as error:  # the user's own lines are enough
             raise error.with_traceback(None) from None
 
     return call
@@ -65,9 +65,9 @@ def train(
     steps: int | None = None,
     **keys: Any,
 ) -> "LiveRun":
-    """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run, and
-    so does the end of this process, however it ends; a run of `start` goes on without it.
-    Raises UserError, and RunFailed if it does not reach its end."""
+    """Start a run as `start` does, print the progress, and return the run after its end. An interrupt stops the run,
+    and so does any end of this process; a run of `start` continues without this process. Raises UserError, and
+    RunFailed if the run fails."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
     with _start(settings, show=True) as run:
         run.wait()
@@ -89,9 +89,9 @@ def start(
 
     config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
     datasets.Dataset, a DataFrame) or the name of a source. reward: a function (prompt, completion, row), an object with
-    such a method `score`, the name of a reward, or several as a list or as a dict with weights; functions run in this
-    process. The same holds for workflow, a coroutine function (session, row) or the name of one. keys: other keys of
-    the configuration, such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
+    such a method `score`, the name of a reward, or several as a list or as a dict with weights. workflow: a coroutine
+    function (session, row), or the name of a workflow. Functions run in this process. keys: further keys of the
+    configuration, such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
     """
     return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
@@ -107,7 +107,7 @@ def _start(settings: Settings, show: bool) -> "LiveRun":
         run._stop()
         if not (run.folder / "config.yaml").exists():  # the start was refused: no run has begun
             shutil.rmtree(run.folder)
-            with contextlib.suppress(OSError):  # it has other runs
+            with contextlib.suppress(OSError):  # the folder has other runs
                 run.folder.parent.rmdir()
         raise
     return run
@@ -115,7 +115,8 @@ def _start(settings: Settings, show: bool) -> "LiveRun":
 
 @_named
 def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
-    """The run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises UserError."""
+    """Return the run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises
+    UserError."""
     folder = Path(folder)
     config = config_of_run(folder)
     run = LiveRun(folder, config.model_copy(update={"run_dir": folder.parent, "name": folder.name}))
@@ -125,8 +126,8 @@ def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
 
 
 class LiveRun:
-    """A run in `folder`. What it has recorded can be read at any time, also after its end. process: the one that this
-    process has started. show: whether what it prints is printed here, while this process waits for it."""
+    """A run in `folder`. The record can be read at any time, also after the run's end. process: of a run that this
+    process has started. show: whether the run's console is printed here while this process waits."""
 
     def __init__(
         self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None = None, show: bool = False
@@ -146,7 +147,7 @@ class LiveRun:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave the run; one that this process has started is stopped."""
+        """Leave the run. A run that this process has started is stopped."""
         if self._process.is_own:
             self._stop()
         self.leave()
@@ -155,7 +156,7 @@ class LiveRun:
 
     @property
     def version(self) -> int:
-        """The number of steps that are trained."""
+        """The number of trained steps."""
         for record in self._new_steps():
             self._version = record["step"]
         return self._version
@@ -181,7 +182,7 @@ class LiveRun:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What its master says of it now. Raises UserError."""
+        """The status of the run, from the master. Raises UserError."""
         values: dict[str, Any] = self._membership.ask(AskStatus()).values
         return values
 
@@ -200,12 +201,12 @@ class LiveRun:
     # --- its progress
 
     async def step(self, number: int) -> None:
-        """Wait until so many steps are trained. Raises RunFailed if the run ends before."""
+        """Wait until `number` steps are trained. Raises RunFailed if the run ends before."""
         while not self._has_trained(number):  # noqa: ASYNC110 - another process trains
             await asyncio.sleep(LOOK_SECONDS)
 
     def wait(self, step: int | None = None) -> None:
-        """Wait until so many steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
+        """Wait until `step` steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
         or has not reached its end."""
 
         def is_over() -> bool:
@@ -218,7 +219,7 @@ class LiveRun:
 
     def stop(self) -> Any:
         """Stop the run, which saves a checkpoint and can be resumed (`--resume`), and wait until it has ended:
-        `await run.stop()` in coroutines and notebooks. Raises UserError if it is in progress elsewhere."""
+        `await run.stop()` in coroutines and notebooks. Raises UserError if the run is in progress elsewhere."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -247,10 +248,10 @@ class LiveRun:
     # --- what this process does for it
 
     def serve_reward(self, reward: RewardLike, weight: float | None = None, name: str | None = None) -> None:
-        """Have this process score for the run, until it leaves. Its earlier reward of the same name is replaced.
+        """Have this process score for the run, until `leave`. An earlier reward with the name is replaced.
 
-        name: that of the function by default. weight: what the reward counts from the next prompt on; a reward that the
-        run does not know needs one. Raises UserError.
+        name: the function's name by default. weight: of the reward, from the next prompt on; a reward that the run does
+        not know needs a weight. Raises UserError.
         """
         name = name or name_of(reward)
         if weight is None and name not in {*self.config.rewards, *self.status["rewards"]}:
@@ -260,7 +261,7 @@ class LiveRun:
             self._membership.ask(AddReward(name=name, weight=weight))
 
     def serve_workflow(self, workflow: Workflow) -> None:
-        """Have this process sample for a run whose workflow is `external`, until it leaves. Raises UserError."""
+        """Have this process sample for a run with the workflow `external`, until `leave`. Raises UserError."""
         section = self.config.rollout_manager
         if not section.external:
             raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
@@ -270,7 +271,7 @@ class LiveRun:
             self._join(extensions.need("role", "evaluator", "data.eval_size").load(), workflow=workflow)
 
     def leave(self) -> None:
-        """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
+        """Stop scoring and sampling for the run. The run continues, and waits for another process to do both."""
         if self._member is not None:
             self._member.leave()
             self._functions.clear()
@@ -283,16 +284,16 @@ class LiveRun:
             self._join(Reward, functions=new, make_pool=lambda names, config: FunctionPool(self._functions, config))
 
     def _join(self, kind: type[Actor], **options: Any) -> None:
-        """Have an actor join, and wait until it is ready, while the run prepares itself and loads its engines. Raises
-        UserError and RunFailed."""
+        """Have an actor join, and wait until the actor is ready, while the run still loads engines. Raises UserError
+        and RunFailed."""
         ready = self._membership.add(kind, **options)
         while not ready.done():
             self._process.pause_while_it_runs()
         ready.result()
 
     def _find_master(self, patience: float) -> None:
-        """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
-        for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
+        """Wait until the run has a master. patience: seconds, but no limit while a process started here prepares the
+        run, which may download a model. Raises UserError and RunFailed."""
         while self._process.is_own and claimed_address(self.folder) is None:
             self._process.pause_while_it_runs()
         self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
@@ -306,7 +307,7 @@ class LiveRun:
 
 
 class NotebookPage(str):
-    """A page that stands alone, as HTML. A notebook shows it in a frame, whose scripts reach nothing else."""
+    """A page of HTML. A notebook shows the page in a frame without access to anything else."""
 
     def _repr_html_(self) -> str:
         style = "width: 100%; height: 50rem; border: 0"
@@ -314,14 +315,14 @@ class NotebookPage(str):
 
 
 class RolloutTable:
-    """The rollouts of a run: all samples that it keeps (areal docs observe)."""
+    """The rollouts of a run: all kept samples (areal docs observe)."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
 
     def sql(self, query: str) -> Any:
-        """The rows of a query on the table `rollouts`: "SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY
-        step". A DataFrame, or a list of dicts without pandas. Raises UserError."""
+        """Return the rows of a query on the table `rollouts`: "SELECT step, avg(reward) FROM rollouts GROUP BY step
+        ORDER BY step". A DataFrame, or a list of dicts without pandas. Raises UserError."""
         from areal.extensions.desk.rollout_queries import Rollouts
 
         return _table(Rollouts(self._record).sql(query))

@@ -1,4 +1,4 @@
-"""The actors of a process that does something else beside: they run in a thread with an event loop of its own."""
+"""The actors of a process with other work: the actors run in a thread with an event loop."""
 
 import asyncio
 import functools
@@ -21,9 +21,9 @@ from protocols.addresses import host_of
 from protocols.messages import Message
 from protocols.network import ZmqNetwork
 
-# How long an actor waits for its master, and a process until its actor has left.
+# How long an actor waits for the master, and how long a process waits for its actors to leave.
 READY_SECONDS, LEAVE_SECONDS = 300.0, 30.0
-# Pause before an actor that was fenced joins again.
+# Pause before a fenced actor joins again.
 AGAIN_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 class LocalActors:
     """The actors of this process in the run of the master at an address. keys: the folder of the run's keys; None:
-    AREAL_KEYS names it. Methods are called from any other thread."""
+    AREAL_KEYS names the folder. Methods are called from any other thread."""
 
     def __init__(self, master: str, keys: Path | None) -> None:
         if not structlog.is_configured():
@@ -45,12 +45,12 @@ class LocalActors:
         self._loop = _loop_of(os.getpid())
 
     def ask(self, message: Message, patience: float = 10.0) -> Any:
-        """The master's answer. Raises UserError."""
+        """Return the master's answer. Raises UserError."""
         return self._run(ask_once(self._network(), self.master, message, patience)).result()
 
     def add(self, kind: type[Actor], **options: Any) -> Future[None]:
-        """Have another actor of this class join the run, and again whenever the master fences it. options: of the class
-        alone. What is returned is done once the actor is ready, or fails with a UserError."""
+        """Have an actor of this class join the run, and join again whenever the master fences the actor. options: of
+        the class. Returns a future that ends once the actor is ready, or fails with a UserError."""
         ready: Future[None] = Future()
         life = self._run(self._live(kind, options, ready))
         self._lives.append(life)
@@ -58,7 +58,7 @@ class LocalActors:
         return ready
 
     def leave(self) -> None:
-        """Have all actors hand over their work and leave. Others may join afterwards."""
+        """Have all actors hand over their work and leave. Actors may join again afterwards."""
         self._leaving = True
         self._loop.call_soon_threadsafe(self._tell_to_leave)
         wait(self._lives, LEAVE_SECONDS)
@@ -106,14 +106,14 @@ class LocalActors:
 
 @functools.cache
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of all memberships of a process, which has as many as it joins runs; a fork has none of its threads."""
+    """Return the loop of a process's memberships in all runs. A fork has no threads, and needs a loop of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="areal", daemon=True).start()
     return loop
 
 
 def _follow(life: Future[None], ready: Future[None]) -> None:
-    """An actor has ended; if it was never ready, or has failed, so it is said."""
+    """Note that an actor has ended. If the actor was never ready, `ready` fails; a later failure is logged."""
     error = life.exception()
     if not ready.done():
         ready.set_exception(error or UserError("The run ended, or the process left it, before its actor was ready."))

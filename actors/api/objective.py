@@ -1,4 +1,4 @@
-"""An objective that is a function of this process: its source in a file, which the trainer's process loads."""
+"""An objective that is a function of this process: the source in a file, which the trainer's process loads."""
 
 import builtins
 import inspect
@@ -17,8 +17,8 @@ FILE = "objective.py"
 
 
 def take_source(given: dict[str, Any]) -> str:
-    """Among the keys of a call, name a file in place of an objective that is a function. Returns what the file has to
-    contain, empty if there is no such function. Raises UserError."""
+    """Replace an objective that is a function among the keys of a call by the name of a file. Returns the content of
+    the file; empty if there is no such function. Raises UserError."""
     section = given.get("trainer")
     within = section.get("objective") if isinstance(section, Mapping) else None
     function = given.get("trainer.objective", within)
@@ -30,15 +30,15 @@ def take_source(given: dict[str, Any]) -> str:
 
 
 def write(config: Config, source: str) -> Config:
-    """Write that file into the folder of the run. Returns the configuration with its place."""
+    """Write the file into the folder of the run. Returns the configuration with the path of the file."""
     replace(config.folder / FILE, source)
     trainer = {"objective": f"{config.folder.absolute()}/{config.trainer.objective}"}
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """The source of a module that defines `function`, with the imports and the constants that it uses. Raises UserError
-    if it needs more of this process."""
+    """Return the source of a module that defines `function`, with the imports and constants that the function uses.
+    Raises UserError if the function needs more of this process."""
     name = getattr(function, "__name__", "<lambda>")
     advice = "write it to a file, FILE.py:NAME"
     with explain((OSError, TypeError), f"The source of the objective {name} cannot be read ({{why}}): {advice}."):
@@ -62,7 +62,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def _used(table: symtable.SymbolTable) -> Iterator[str]:
-    """The names that code takes from outside of it."""
+    """Yield the names that code takes from outside."""
     for symbol in table.get_symbols():
         if symbol.is_global() or (symbol.is_referenced() and table.get_type() == "module"):
             yield symbol.get_name()

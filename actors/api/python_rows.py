@@ -1,4 +1,4 @@
-"""Rows that are given as objects: they are checked, and written to a file in the run folder."""
+"""Rows given as objects: they are checked, and written to a file in the run folder."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from areal.data.sources import open_source
 from areal.storage.disk import replace
 
 FILE = "rows.jsonl"
-# The rows that are checked.
+# The most rows that are checked.
 CHECKED = 10_000
 
 
 def write_rows(data: Any, folder: Path) -> tuple[Path, bool]:
     """Write rows into the folder of a run. data: mappings, a datasets.Dataset, or a pandas DataFrame. Returns the file,
-    and whether the first row has an answer. Raises UserError if they are no rows."""
+    and whether the first row has an answer. Raises UserError if `data` has no rows."""
     lines = [_line(number, row) for number, row in enumerate(_rows(data))]
     if not lines:
         raise UserError("data has no rows: give at least one.")
@@ -27,12 +27,12 @@ def write_rows(data: Any, folder: Path) -> tuple[Path, bool]:
 
 
 def check(config: Config, file: Path) -> None:
-    """Raises UserError if one of the first rows is not what the configuration makes of it. file: has the rows."""
+    """Raises UserError if the configuration cannot use one of the first rows. file: has the rows."""
     try:
         source = open_source(config.data, config.seed)
         for index in range(min(source.size or 0, CHECKED)):
             source.row(index)
-    except UserError as error:  # of lines of a file that the user has never seen
+    except UserError as error:  # the user has never seen the lines of this file
         text = re.sub(rf"{re.escape(str(file))}, line (\d+),?", lambda m: f"Row {int(m[1]) - 1} of data", str(error))
         raise UserError(text.replace(f"data.source {str(file)!r}", "data").replace(str(file), "data")) from None
 
@@ -56,7 +56,7 @@ def _line(number: int, row: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The numbers and arrays of numpy as those of Python."""
+    """Return the numbers and arrays of numpy as Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no value of JSON")

@@ -1,4 +1,4 @@
-"""The process of a run, as its caller sees it: its console, what it is doing now, and how it ended."""
+"""The process of a run, for the caller: console, live view, and the reason of the end."""
 
 import contextlib
 import os
@@ -27,19 +27,19 @@ LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
 
 
 class RunFailed(Exception):
-    """A run has ended before its end. The message says why."""
+    """A run has failed. The message says why."""
 
 
 class RunProcess:
-    """See the module. process: of the run, if this process has started it. show: whether the run's console is printed
-    here while this process waits."""
+    """See the module. process: the run's, if this process has started the run. show: whether the run's console is
+    printed here while this process waits."""
 
     def __init__(self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None, show: bool) -> None:
         self._folder, self._config = folder, config
         self._process = process
         self._show = show
         self._shown = 0  # bytes of the console
-        self._view: Any = None  # of a notebook
+        self._view: Any = None  # in a notebook
 
     @property
     def is_own(self) -> bool:
@@ -68,8 +68,8 @@ class RunProcess:
                 self._process.wait(self._config.master.drain_seconds + STOP_SECONDS)
 
     def wait_until(self, condition: Callable[[], bool], status: Callable[[float], Any]) -> None:
-        """Print the console until `condition` holds. status: returns the master's status within so many seconds, or
-        None without a master; a notebook shows the status in one place below the cell."""
+        """Print the console until `condition` holds. status: returns the master's status within a number of seconds,
+        or None without a master; a notebook shows the status below the cell."""
         self._view = None
         while not condition():
             self._show_live(status)
@@ -111,7 +111,7 @@ class RunProcess:
 
 
 def launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
-    """Start the process of a run. outlives: whether the run continues if this process ends, however it ends."""
+    """Start the process of a run. outlives: whether the run continues after any end of this process."""
     folder = settings.config.folder
     command = [sys.executable, START, "--config", str(settings.file)]
     # A kernel sets the first two, and rich would write its live view into the file.
