@@ -1,4 +1,4 @@
-"""The text completions of a gateway, for programs that evaluate: they read the log-probs of given texts.
+"""The text completions of a gateway, for programs that evaluate log-probs of given texts.
 
 A completion belongs to no session, has no group, and is in no ledger, so that no step can train it.
 """
@@ -27,13 +27,13 @@ from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import keep_until_text
 
 MOST_PROMPTS = 128
-# Log-probs of as many alternatives are vLLM's default limit.
+# vLLM's default limit of alternatives with log-probs.
 MOST_ALTERNATIVES = 20
 
 
 class CompletionRequest(SamplingFields):
-    """The body of a request for completions. prompt: texts or tokens. echo: the prompt is a part of the answer, with
-    its log-probs. logprobs: of so many of the likeliest tokens."""
+    """The body of a request for completions. prompt: texts or tokens. echo: the answer includes the prompt, with
+    log-probs. logprobs: the number of likeliest tokens with log-probs."""
 
     prompt: (
         str | list[int] | Annotated[list[str], Field(max_length=MOST_PROMPTS)]
@@ -51,12 +51,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def given(self) -> list[Any]:
-        """The prompts, each a text or its tokens."""
+        """The prompts, as texts or tokens."""
         is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if is_list else [self.prompt]
 
     async def prompts(self, tokenizer: Any, most_characters: int) -> list[list[int]]:
-        """The tokens of each prompt. most_characters: of one. Raises ApiError."""
+        """Return the tokens of the prompts. most_characters: per prompt. Raises ApiError."""
         length = sum(check_length(prompt, None, most_characters) for prompt in self.given)
         return await aside(length, self._encode, tokenizer)
 
@@ -75,20 +75,20 @@ class CompletionRequest(SamplingFields):
 
 
 class TextCompletion:
-    """The completion of one prompt. scores: of the prompt, if it is a part of the answer."""
+    """The completion of a prompt. scores: the prompt's, if the answer includes the prompt."""
 
     def __init__(self, request: CompletionRequest, tokenizer: Any, prompt: list[int], scores: TokenScores | None):
         self._request, self._tokenizer, self._prompt, self._scores = request, tokenizer, prompt, scores
         self.sampled: Generation | None = None
 
     async def sample(self, sample: UserSample) -> None:
-        """Raises SampleFailed and ApiError."""
+        """Sample the completion. Raises SampleFailed and ApiError."""
         stops = self._request.stops
         keep = keep_until_text(self._tokenizer, stops) if stops else None
         self.sampled = await sample.generate(np.array(self._prompt, np.int32), self._request.max_tokens, keep)
 
     def choice(self, index: int) -> Json:
-        """As the answer has it."""
+        """Return the completion as a choice of the answer."""
         sampled = np.zeros(0, np.int32) if self.sampled is None else self.sampled.tokens
         text = self._tokenizer.decode(sampled, skip_special_tokens=True)
         end = min((at for stop in self._request.stops if (at := text.find(stop)) >= 0), default=len(text))
@@ -118,7 +118,7 @@ class TextCompletion:
         }
 
     def _likeliest(self, place: int) -> Json:
-        """The likeliest tokens at a place of the prompt, and the prompt's own, by their texts."""
+        """Return the likeliest tokens at a place of the prompt, and the prompt's own token, by text."""
         assert self._scores is not None
         tokens, logprobs = self._scores.top_tokens[place].tolist(), self._scores.top_logprobs[place].tolist()
         likeliest: Json = {}

@@ -1,14 +1,14 @@
-"""The HTTP endpoint of a gateway: the calls of agents (`openai_endpoint.py`) with keys that outlive samples, sessions.
+"""The HTTP endpoint of a gateway: sessions, keys that outlive samples, and the calls of agents (`openai_endpoint.py`).
 
 | request | answer |
 |---|---|
 | POST /v1/chat/completions, /v1/responses, /v1/messages | as inside a sample, with headers of the session |
-| POST /v1/completions | of keys that are not trained, for programs that evaluate |
-| POST /v1/sessions {"id": ...} | a session and a key of its own |
-| GET /v1/sessions/ID | its state |
-| POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | its state, once the reward is stored |
-| POST /v1/sessions/ID/end | its state |
-| DELETE /v1/sessions/ID | how many sessions of this name are deleted, and which steps have trained earlier ones |
+| POST /v1/completions | for keys that are not trained, for programs that evaluate |
+| POST /v1/sessions {"id": ...} | a session with a key |
+| GET /v1/sessions/ID | the state |
+| POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | the state, once the reward is stored |
+| POST /v1/sessions/ID/end | the state |
+| DELETE /v1/sessions/ID | the number of deleted sessions of this name, and the steps that trained earlier sessions |
 """
 
 import asyncio
@@ -40,8 +40,8 @@ from protocols.bus_errors import BusError
 log = structlog.get_logger()
 SESSION_ID = re.compile(r"(?!-$)[\w.@+-]{1,100}")
 NO_SESSION = "-"
-"""The id of calls that name no session, which no client can name: a key's calls are one session until it is idle."""
-# Of a reward: how many parts it has, and how large each of them and how long its name is, at most.
+"""The id of calls without a session id, which no client can choose: calls of a key share a session until it is idle."""
+# Limits of a reward: number of parts, size of a part, and length of a name.
 MAX_PARTS, LARGEST_PART, LONGEST_NAME = 64, 1e6, 100
 ONLY_UNTRAINED = (
     "completions are for programs that evaluate, and nothing of them is trained: use a key with train: false "
@@ -54,15 +54,15 @@ class SessionRequest(BaseModel):
 
 
 class SessionReward(BaseModel):
-    """reward: of the session, or of the answer with the id `call`; by parts: their sum. id: the client's own; a repeat
-    with it is answered as the first one."""
+    """The body of a reward. reward: for the session, or for the answer with the id `call`; a dict has parts to be
+    added. id: chosen by the client; a repeat with the id gets the first answer."""
 
     reward: float | dict[str, float] = Field(union_mode="left_to_right")
     call: str | None = None
     id: str = Field("", max_length=100)
 
     def within(self, bounds: tuple[float, float]) -> UserReward:
-        """Raises ApiError if it is out of bounds."""
+        """Return the reward. Raises ApiError if it is out of bounds."""
         parts = self.reward if isinstance(self.reward, dict) else {}
         fits = all(len(name) <= LONGEST_NAME and abs(part) <= LARGEST_PART for name, part in parts.items())
         if not fits or len(parts) > MAX_PARTS:
@@ -131,7 +131,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         return app
 
     def _enter(self, request: web.Request, *rights: Right) -> tuple[KeyAccount, str | None]:
-        """The account in which a request counts as a call, and the session whose own key it has. Raises ApiError."""
+        """Count a request as a call. Returns the account, and the session of a session's key. Raises ApiError."""
         account, own_session = self._keys.identify(key_of(request))
         account.use_calls()
         if rights:
@@ -143,7 +143,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         self._enter(request)
 
     async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[OpenSample, Any]:
-        """The session that a call belongs to, and its body."""
+        """Return the session of a call, and the call's body. Raises ApiError."""
         account, own_session = self._enter(request, "serve")
         account.check_tokens()
         data = await body_of(request)
@@ -159,8 +159,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         wishes = request.headers.getall("X-Areal-Train", ["yes"])
         train = account.settings.train and all(value.strip().lower() == "yes" for value in wishes)
         mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
-        is_first = not mark and retries == "0"  # the same may be asked twice
-        if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
+        is_first = not mark and retries == "0"  # a client may ask for the same answer twice
+        if not mark and retries is not None:  # OpenAI's and Anthropic's clients send this header, and repeat the body
             mark = sha256(data).hexdigest()
         if not is_first:
             self._sessions.check_call(session_name, mark)
@@ -173,7 +173,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         return SessionCall(**vars(session.open), session=session, mark=mark, give_back=self._sessions.give_back)
 
     def _differs(self, body: SamplingFields) -> bool:
-        """Whether it asks for other sampling than the run's."""
+        """Whether the request asks for other sampling settings than the run's."""
         return body.changed(self._sessions.policy.sampling) != self._sessions.policy.sampling
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -199,7 +199,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         return completion
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Needs no session, and opens none."""
+        """Count tokens. No session is needed or opened."""
         self._enter(request, "serve")
         body = parse(CountRequest, await body_of(request))
         count = await prompt_tokens(body.chat(), self._sessions.policy.tokenizer, self._most_characters)
@@ -219,7 +219,7 @@ class GatewayEndpoint(OpenAIEndpoint):
     def _named(
         self, request: web.Request, *rights: Right, use: Callable[[KeyAccount], None] = KeyAccount.use_prepaid
     ) -> str:
-        """The session that the path names, if the key may do that to it. `use` counts the request. Raises ApiError."""
+        """Return the path's session, if the key has a right to it. `use` counts the request. Raises ApiError."""
         account, own_session = self._keys.identify(key_of(request))
         use(account)
         owner, _, number = request.match_info["id"].rpartition(":")
@@ -254,7 +254,7 @@ class GatewayEndpoint(OpenAIEndpoint):
 
 @web.middleware
 async def _with_the_run(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Raises ApiError where the run has ended, or the gateway is no part of it any more."""
+    """Raises ApiError if the run has ended, or if the gateway no longer belongs to the run."""
     try:
         return await handler(request)
     except BusError as error:
@@ -268,7 +268,7 @@ async def _with_the_run(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _session_id(request: web.Request, data: bytes) -> str:
-    """The id that a call names its session by: a header, metadata.session_id or user. Raises ApiError."""
+    """Return the session id of a call: from a header, metadata.session_id or user. Raises ApiError."""
     if number := request.headers.get("X-Session-Id"):
         return _checked(number.rpartition(":")[2])
     fields = json.loads(data)

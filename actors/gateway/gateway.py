@@ -1,16 +1,16 @@
-"""The gateway: serves the policy to users while it learns. Their sessions are samples, each a group of one.
+"""The gateway: serves the policy to users while it learns. A user's session is a sample, alone in a group.
 
-A session holds a permit from its first call until its reward is stored, or until it expires; nothing waits for it.
-Without a permit it is served and not trained. A call is answered once the trainer has it on disk, and a reward once its
-sample is ready, so that a kill loses nothing of which the user was told. Another gateway goes on with the sessions of
-one that was lost.
+A session holds a permit from its first call until its reward is stored, or until it expires; no step waits for a
+session. A session without a permit is served and not trained. A call is answered once the trainer has it on disk, and a
+reward once the sample is ready, so that a kill loses nothing that a user was told. Another gateway continues the
+sessions of a lost gateway.
 
 | loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| endpoint | requests of users | their answers |
-| renew leases | a quarter of a lease | keeps its sessions, adopts sessions that were left |
-| watch | 1 s | ends idle sessions, expires sessions that have no reward in time |
-| share accounts | 1 s | reports the use of keys here, and hears their use at other gateways |
+| endpoint | requests of users | answers |
+| renew leases | a quarter of a lease | keeps the sessions here, adopts sessions of lost gateways |
+| watch | 1 s | ends idle sessions, expires sessions without a reward in time |
+| share accounts | 1 s | reports the use of keys here, and hears the use at other gateways |
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Gateway(Actor):
         self.member.spawn(self._share_accounts(), "share accounts")
 
     async def hand_over(self) -> None:
-        """Let the calls in progress end. Other gateways go on with the sessions."""
+        """Let the calls in progress end. Other gateways continue the sessions."""
         for _ in range(int(LEAVE_SECONDS / WATCH_SECONDS)):
             if not self.sessions.busy:
                 break
@@ -107,7 +107,7 @@ class Gateway(Actor):
             await self.share_accounts()
 
     async def share_accounts(self) -> None:
-        """Tell the master what the keys have used here, and hear what they have used at other gateways."""
+        """Tell the master the use of keys here, and hear the use at other gateways."""
         answer = await self.member.ask_master(ReportKeys(keys=self._keys.report()), KeysElsewhere)
         for name, account in self._keys.accounts.items():
             account.elsewhere = answer.keys.get(name, KeyUse())

@@ -1,7 +1,7 @@
-"""Who may do what at a gateway: keys, of which only digests are stored, and the account of each.
+"""The rights of keys at a gateway, and an account for every key. Only digests of keys are stored.
 
-Every request passes the account of its key. What a request may use is reserved before the work; what it has used is
-counted as it is used, and the rest of the reservation ends with the work, however that ends.
+Every request passes the account of its key. The most that a request may use is reserved before the work. The use is
+counted as it happens, and the reservation ends with the work, however the work ends.
 """
 
 import hmac
@@ -18,15 +18,15 @@ from protocols.session_messages import KeyUse
 
 Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60
-# Sessions of a key that have a key of their own: beyond it that of the oldest is forgotten.
+# The most sessions of a key with a key of their own: beyond this number the oldest session's key is forgotten.
 SESSION_KEYS = 10_000
-# Each counted request, and each session that comes from a lost gateway, pays for so many rewards, ends and deletions:
-# what a client has begun it can end at any time. An account keeps the second number of them at most.
+# A counted request, or a session from a lost gateway, pays for this many rewards, ends and deletions: a client can
+# always end a session of its own. The second number is the most that an account keeps.
 PREPAID, MOST_PREPAID = 4, 100_000
 
 
 class LastMinute:
-    """A sum of what was counted in the last minute, by whole seconds of `clock`."""
+    """A sum over the last minute, by whole seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -47,9 +47,9 @@ class LastMinute:
 
 
 class KeyAccount:
-    """What a key uses. `elsewhere`: at other gateways. `open`: its sessions here that take calls, or are being opened.
-    `reserved`: the tokens that answers in progress may have. `prepaid`: rewards, ends and deletions for which calls
-    have paid. `refused`: requests, since the gateway has started."""
+    """The use of a key. `elsewhere`: at other gateways. `open`: sessions here that take calls, or are being opened.
+    `reserved`: the most tokens of answers in progress. `prepaid`: rewards, ends and deletions that calls have paid for.
+    `refused`: requests, since the gateway has started."""
 
     def __init__(self, name: str, settings: KeyConfig, clock: Callable[[], float]) -> None:
         self.name, self.settings = name, settings
@@ -57,8 +57,8 @@ class KeyAccount:
         self.open: set[str] = set()
         self.reserved = self.prepaid = self.refused = 0
         self.elsewhere = KeyUse()
-        self.answered: dict[tuple[str, str], None] = {}  # session and client's id, of calls of sessions that have ended
-        self.own_keys: dict[str, str] = {}  # digests of the keys of sessions, by session, the oldest first
+        self.answered: dict[tuple[str, str], None] = {}  # session and client's id, of calls in ended sessions
+        self.own_keys: dict[str, str] = {}  # digests of session keys, by session, the oldest first
 
     def check_right(self, *rights: Right) -> None:
         """Raises ApiError if the key has none of the rights."""
@@ -66,7 +66,7 @@ class KeyAccount:
             raise ApiError(f"this key may not {rights[0]}: gateway.keys.{self.name}.rights lacks it", "forbidden", 403)
 
     def use_calls(self, number: int = 1) -> None:
-        """Count a request, which is as many calls as it asks for answers, and prepays. Raises ApiError."""
+        """Count a request as `number` calls (the number of asked answers), and prepay. Raises ApiError."""
         self._count_calls(number)
         self.prepay(number)
 
@@ -74,7 +74,7 @@ class KeyAccount:
         self.prepaid = min(self.prepaid + PREPAID * number, MOST_PREPAID)
 
     def use_prepaid(self) -> None:
-        """Count a reward, an end or a deletion: as a call if none is prepaid. Raises ApiError."""
+        """Count a reward, an end or a deletion: as a call, unless it is prepaid. Raises ApiError."""
         if self.prepaid:
             self.prepaid -= 1
         else:
@@ -87,14 +87,14 @@ class KeyAccount:
         self.calls.add(number)
 
     def check_tokens(self) -> None:
-        """Raises ApiError if no token is left: answers in progress count with all that they may have."""
+        """Raises ApiError if no token is left: answers in progress count with all tokens that they may have."""
         used, limit = self.tokens.sum + self.elsewhere.tokens + self.reserved, self.settings.tokens_per_minute
         if limit is not None and used >= limit:
             raise self._refusal(f"this key may sample {limit} tokens a minute: try again later", "rate_limit_exceeded")
 
     @contextmanager
     def answer(self, tokens: int) -> Iterator[None]:
-        """Reserve the tokens that an answer may have, until the end of the block. Raises ApiError as `check_tokens`."""
+        """Reserve the most tokens of an answer, until the end of the block. Raises ApiError if no token is left."""
         self.check_tokens()
         self.reserved += tokens
         try:
@@ -104,8 +104,8 @@ class KeyAccount:
 
     @contextmanager
     def opening(self, session: str) -> Iterator[None]:
-        """Count a session as open from before it is opened, or opened again, unless the block raises. Raises ApiError
-        if it would be one too many."""
+        """Count a session as open, from before the block opens or reopens the session; an error in the block undoes
+        this. Raises ApiError if the key would have too many sessions."""
         if session in self.open:
             yield
             return
@@ -121,7 +121,7 @@ class KeyAccount:
 
     @property
     def use(self) -> KeyUse:
-        """What it has used here."""
+        """The use of the key at this gateway."""
         calls, tokens = self.calls.sum, self.tokens.sum + self.reserved
         return KeyUse(calls=calls, tokens=tokens, sessions=len(self.open), refused=self.refused)
 
@@ -131,21 +131,21 @@ class KeyAccount:
 
 
 class UserKeys:
-    """`accounts`: of the configured keys, by name. A session may have a key of its own, which is valid at this gateway
-    and for that session alone, and has rights and account of the key that opened it. clock: in seconds."""
+    """`accounts`: by name of a configured key. A session may have a key, valid at this gateway for this session
+    alone, with the rights and the account of the key that opened the session. clock: in seconds."""
 
     def __init__(self, configured: Mapping[str, KeyConfig], clock: Callable[[], float]) -> None:
         self.accounts = {name: KeyAccount(name, settings, clock) for name, settings in configured.items()}
-        self._of_sessions: dict[str, tuple[KeyAccount, str]] = {}  # by the digest of a session's own key
+        self._of_sessions: dict[str, tuple[KeyAccount, str]] = {}  # by the digest of the session's key
 
     def of_session(self, session: str) -> KeyAccount:
         return self.accounts[session.partition(":")[0]]
 
     def identify(self, key: str) -> tuple[KeyAccount, str | None]:
-        """The account of a key, and the session if it is one's own. Raises ApiError."""
+        """Return the account of a key, and the session if the key belongs to a session. Raises ApiError."""
         digest = sha256(key.encode()).hexdigest()
         holder: tuple[KeyAccount, str | None] | None = self._of_sessions.get(digest)
-        for account in self.accounts.values():  # all of them, so that the time tells nothing
+        for account in self.accounts.values():  # all accounts, so that the time tells nothing
             if hmac.compare_digest(account.settings.sha256, digest):
                 holder = account, None
         if holder:
@@ -153,7 +153,7 @@ class UserKeys:
         raise ApiError("this API key is not known here", "invalid_api_key", 401)
 
     def key_for(self, session: str) -> str:
-        """A new key of a session's own, in place of an earlier one."""
+        """Return a new key for a session, in place of an earlier key."""
         account, key = self.of_session(session), f"session-{secrets.token_urlsafe(24)}"
         self.forget(session)
         if len(account.own_keys) >= SESSION_KEYS:
@@ -163,10 +163,10 @@ class UserKeys:
         return key
 
     def forget(self, session: str) -> None:
-        """The session has ended for good."""
+        """Forget the key of a session that has ended for good."""
         if digest := self.of_session(session).own_keys.pop(session, None):
             del self._of_sessions[digest]
 
     def report(self) -> dict[str, KeyUse]:
-        """What the keys have used here, those that have."""
+        """Return the use of keys at this gateway, without unused keys."""
         return {name: use for name, account in self.accounts.items() if (use := account.use) != KeyUse()}

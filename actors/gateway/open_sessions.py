@@ -25,7 +25,7 @@ FIRST_TOKENS = 256
 
 
 class OpenSessions:
-    """See the module. keys: of the users. `table`: the sessions here. `ends`: how they end. `policy`: as served."""
+    """See the module. `table`: the sessions here. `ends`: the ends of sessions. `policy`: as users get it."""
 
     def __init__(self, member: Membership, sampling: Sampling, keys: UserKeys) -> None:
         self._config = member.config
@@ -65,8 +65,8 @@ class OpenSessions:
         self.table.forget_locks()
 
     def untrained(self, key: str, request: SamplingFields) -> UserSession:
-        """A session for one request with sampling settings of its own. The session is not in the table and never has a
-        group, so none of it is trained. Raises ApiError."""
+        """A session for a single request with other sampling settings than the run's. The session is not in the table
+        and never has a group, so none of it is trained. Raises ApiError."""
         self.policy.generators()
         name, links = f"{key}:{secrets.token_hex(8)}", self.table.links
         account = self._keys.accounts[key]
@@ -124,7 +124,7 @@ class OpenSessions:
             await self.table.discard(session, "unused")
 
     async def delete(self, name: str) -> dict[str, Any]:
-        """Give up all sessions of this name that are not trained yet. Returns their number, and the steps that have
+        """Give up all sessions of this name that are not trained yet. Returns the number, and the steps that have
         trained earlier sessions of the name. Raises ApiError."""
         session, discarded = self.table.sessions.get(name), SessionDiscarded(count=0)
         if self._config.max_sessions:

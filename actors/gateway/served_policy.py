@@ -1,4 +1,4 @@
-"""The policy as users are served: its sampling, the generators that serve it, and the log-probs of texts."""
+"""The policy that users get: sampling settings, serving generators, and log-probs of texts."""
 
 import asyncio
 from functools import partial
@@ -17,7 +17,7 @@ from protocols.bus_errors import BusError, RefusedError
 from protocols.membership_messages import Member
 from protocols.training_messages import AskLogprobs, Logprobs
 
-# To find a generator for the log-probs of a prompt, and for these.
+# Time to find a generator for the log-probs of a prompt, and time to compute them.
 SCORE_SECONDS = 60.0
 
 
@@ -33,11 +33,11 @@ class ServedPolicy:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The run's."""
+        """The run's settings."""
         return self._member.config.sampling
 
     def generators(self) -> list[Member]:
-        """The generators of users. Raises ApiError if there is no version for them."""
+        """Return the generators of users. Raises ApiError if no version is served."""
         if self._member.state == "draining":
             raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
         users, generators = self._sampling.dispatch.users, self._member.directory.with_role("generator")
@@ -47,7 +47,7 @@ class ServedPolicy:
         return serving
 
     async def score(self, tokens: list[int], top_k: int) -> TokenScores:
-        """The log-probs of these tokens, and of the `top_k` likeliest ones at each place. Raises ApiError."""
+        """Return the log-probs of these tokens, and the `top_k` likeliest tokens at each place. Raises ApiError."""
         self.generators()
         none_yet = partial(ApiError, code="no_version", status=503)
         with explain(TimeoutError, "no generator is there now: try again later", none_yet):

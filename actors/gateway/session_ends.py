@@ -71,9 +71,9 @@ class SessionEnds:
             await self._table.discard(session, "expired")
 
     async def reward(self, name: str, reward: UserReward) -> dict[str, Any]:
-        """Take a reward, and answer once it is stored. The reward of a session ends the session, whose sample is then
-        ready or given up. The reward of a call is stored with its session. A repeat with the same mark gets the same
-        answer. Raises ApiError."""
+        """Take a reward, and answer once it is stored. The reward of a session ends the session, and makes the sample
+        ready, or gives it up. The reward of a call is stored with its session. A repeat with the same mark gets the
+        same answer. Raises ApiError."""
         session = await self._table.find(name, reward.mark)
         if isinstance(session, SessionAnswer):
             earlier = _known_reward(session, name, reward)
@@ -109,7 +109,7 @@ class SessionEnds:
         return await self._table.state(name)
 
     async def _end(self, session: UserSession) -> None:
-        """Stop the calls of a session. Its sample is ready if the session has rewards, or gets one by gateway.score."""
+        """Stop the calls of a session. A session with rewards, or scored by gateway.score, becomes a sample."""
         async with session.rewarding:
             self._stop_calls(session)
             if session.rewarded:
@@ -187,7 +187,7 @@ class SessionEnds:
 def _known_reward(
     answer: SessionAnswer, name: str, reward: UserReward, group: str | None = None
 ) -> dict[str, Any] | None:
-    """The answer to an earlier reward with the same mark, or None. group: of the session at this gateway. Raises
+    """The answer to an earlier reward with the same mark, or None. group: the session's at this gateway. Raises
     ApiError if another reward has ended the session, or if the mark belongs to another reward or session."""
     receipt = answer.receipt
     if receipt is None:
@@ -202,7 +202,7 @@ def _known_reward(
 
 
 def _check_gave(gave: str, reward: UserReward) -> None:
-    """Raises ApiError if an earlier reward with this mark gave something else. gave: of the earlier reward; empty if
+    """Raises ApiError if an earlier reward with this mark gave something else. gave: the earlier reward's; empty if
     unknown."""
     if gave not in ("", reward.gave):
         raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)

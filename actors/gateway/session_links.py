@@ -30,7 +30,7 @@ class SessionLinks:
 
     async def discard(self, name: str, reason: Any, group: str = "") -> SessionDiscarded:
         """Give up the group of the session `name`; without `group`, all alive groups of the session. Raises ApiError if
-        a batch has one of the groups."""
+        a batch has such a group."""
         request = DiscardSession(session=name, group=group, reason=reason)
         try:
             return await self._member.ask_master(request, SessionDiscarded)

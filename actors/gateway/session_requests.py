@@ -1,4 +1,4 @@
-"""What gateways ask of the master and tell it, besides what rollout managers do."""
+"""The master's answers to gateways about sessions and keys."""
 
 import structlog
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class SessionRequests(HandlesRequests):
-    """Answers gateways. A session has one holder at a time; whoever asks for one that was left gets it."""
+    """Answers gateways. A session has one holder at a time; without a holder, any gateway may have the session."""
 
     def __init__(self, run: RunControl) -> None:
         self._run = run
@@ -33,7 +33,7 @@ class SessionRequests(HandlesRequests):
     async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
         owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
         group = next(reversed(ledger.state.groups.of_session(name)), None)
-        resumed = group is not None and group.state is GroupState.OPEN  # also if its holder asks again
+        resumed = group is not None and group.state is GroupState.OPEN  # also if the holder asks again
         if group is not None and resumed and not group.owner:
             (group,) = self._adopt(owner, [group.group_id])
         elif request.message.opens and not resumed:
@@ -65,7 +65,7 @@ class SessionRequests(HandlesRequests):
         groups = [
             g for g in self._run.ledger.state.groups.of_session(name) if request.message.group in ("", g.group_id)
         ]
-        if reason != DELETED:  # then it may have become ready meanwhile, for its last holder
+        if reason != DELETED:  # the session may have become ready meanwhile, for its last holder
             groups = [group for group in groups if group.state is GroupState.OPEN]
         held = [group.owner for group in groups if group.state is GroupState.OPEN and group.owner not in ("", owner)]
         if held and reason == "deleted":

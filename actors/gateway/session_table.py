@@ -1,4 +1,4 @@
-"""The sessions of users at one gateway: sessions opened here, and sessions adopted from lost gateways."""
+"""The sessions of users at a gateway: sessions opened here, and sessions adopted from lost gateways."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class SessionTable:
-    """See the module. keys: of the users. `counts`: numbers of sessions, by their fate. `unnamed`: the name of the
+    """See the module. keys: the users'. `counts`: numbers of sessions, by fate. `unnamed`: the name of the
     session for calls without a session id, by key."""
 
     def __init__(self, member: Membership, sampling: Sampling, keys: UserKeys) -> None:
@@ -59,7 +59,7 @@ class SessionTable:
         return session
 
     async def adopt(self, group: SessionGroup) -> UserSession | None:
-        """Continue a session whose gateway was lost, from the calls that the trainer has. Return None if the session
+        """Continue a session of a lost gateway, from the calls that the trainer has. Return None if the session
         has its reward."""
         here = self.sessions.get(group.session)
         if here is not None and here.group is not None and here.group.group == group.group:

@@ -1,7 +1,7 @@
-"""A session of a user with the policy: its calls, what is saved of them, and its reward.
+"""A session of a user with the policy: calls, rewards, and the saved state for another gateway.
 
-A finished call is on the trainer's disk before its client has the last byte. Whoever goes on with the session makes the
-requests again, which are saved with the tokens: each finds its own.
+A finished call is on the trainer's disk before the client has the last byte. A gateway that continues the session makes
+the saved requests again: every request finds its saved tokens.
 """
 
 import asyncio
@@ -35,22 +35,23 @@ from protocols.session_messages import SessionGroup
 
 log = structlog.get_logger()
 MAX_REWARDS = 1024
-"""Of the answers of a session."""
+"""The most rewards of answers in a session."""
 ELSEWHERE = "the session goes on elsewhere, or has ended: ask again"
 UNAVAILABLE = "this gateway has no part in the run now: ask again, or ask another gateway"
 MAX_TEXT = 16 * 2**20
-"""Characters that are kept of the requests and answers of a session: each save writes them."""
+"""The most characters of requests and answers in a session: every save writes them."""
 KEPT = {"max_tokens", "max_completion_tokens", "stop"}
-"""The fields of a request that its answer depends on, besides its messages and tools."""
+"""The fields of a request that change the answer, besides messages and tools."""
 
 
 class UserSample(SampleSession):
-    """The sample of a session. Each call has `call_limit` tokens; all together have `gateway.max_session_tokens`.
-    `newest_version`: of its last token. Only sessions of the same key see by the time of an answer what was asked."""
+    """The sample of a session, with `call_limit` tokens per call and `gateway.max_session_tokens` in all.
+    `newest_version`: the last token's. Every key has a KV cache, so response times reveal nothing about prompts of
+    other keys."""
 
     newest_version: int | None = None
     on_first: Callable[[], None] | None = None
-    account: KeyAccount | None = None  # that pays for what is sampled
+    account: KeyAccount | None = None  # pays for sampled tokens
 
     def __init__(self, services: Services, name: str, group: SessionGroup | None, on_start: Callable[[int], None]):
         self.messages: list[dict[str, Any]] = []  # of the first request
@@ -87,8 +88,8 @@ class UserSample(SampleSession):
 
 
 class UserReward(NamedTuple):
-    """A reward of the answer with the id `call`, or of the session (None); its parts, by name. mark: the client's id
-    for it, or empty."""
+    """A reward of the answer with the id `call`, or of the session (None), with parts by name. mark: the client's id of
+    the reward, or empty."""
 
     value: float
     parts: Mapping[str, float]
@@ -97,13 +98,13 @@ class UserReward(NamedTuple):
 
     @property
     def gave(self) -> str:
-        """As a receipt has it (areal.samples.trajectory.Note)."""
+        """The reward in a receipt (areal.samples.trajectory.Note)."""
         return f"{self.value:.9g} {self.call or ''}".strip()
 
 
 class AnsweredCall(NamedTuple):
-    """A finished call: its answer's id, and the client's id for it, with its number among the answers; its messages,
-    the other fields of its request, and the answer's message and finish, as places in the session's parts."""
+    """A finished call. name: the answer's id. mark: the client's id, with the answer's number. messages, options,
+    answer: the places of messages, further fields, and the answer's message and finish in the session's parts."""
 
     name: str
     mark: str
@@ -113,11 +114,11 @@ class AnsweredCall(NamedTuple):
 
 
 class UserSession:
-    """See the module. name: of its key and its id. account: of the key. group: its permit; None: it is served, and not
-    trained. `admitted`: the group that it is or was; empty if it never had a permit.
+    """See the module. name: the key's name and the session id. account: the key's. group: the permit; None: the session
+    is served, and not trained. save: has the trainer store a frame. on_start: gets the version of the first token.
 
-    save: has the trainer store a frame. `ended`: it takes no calls any more, and waits for its reward. `rewarded`: the
-    reward has come, and it is ready or given up.
+    `admitted`: the current or former group, or empty. `ended`: no calls are taken any more. `rewarded`: the reward has
+    come, and the sample is ready or given up.
     """
 
     def __init__(
@@ -139,32 +140,32 @@ class UserSession:
         self.rewarding = asyncio.Lock()
         self.running = 0
         self.begun = self.used = asyncio.get_running_loop().time()
-        self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
+        self.first_tokens: list[float] = []  # seconds from a call to its first text, since the last look
         self._save = save
-        self.saves = 0  # how often it was saved
-        self.is_over = False  # its sample is made, and takes no call any more
+        self.saves = 0  # the number of saves
+        self.is_over = False  # the sample is made, and takes no call any more
         self._turns: list[AnsweredCall] = []
         self._text = 0  # characters in _parts
-        self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
-        self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in the order in which they came
-        self.gave: dict[str, str] = {}  # what these gave, by the client's ids of them
+        self._parts: dict[str, int] = {}  # parts of requests, as JSON, with their places: a call repeats earlier parts
+        self._rewards: list[tuple[str, float, str]] = []  # answer, value, mark, in order of arrival
+        self.gave: dict[str, str] = {}  # the rewards in receipts, by the client's ids
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
-        self._questions: dict[str, bytes] = {}  # digests of their messages
+        self._questions: dict[str, bytes] = {}  # digests of the messages of calls
         self._saving = asyncio.Lock()
 
     @property
     def full(self) -> bool:
-        """Whether it has no room for another call."""
+        """Whether the session has no room for another call."""
         short_of_room = self.sample.room < self.sample.call_limit or self._text >= MAX_TEXT
         return bool(self.sample.tokens_sampled) and short_of_room
 
     @property
     def answered(self) -> set[str]:
-        """The client's ids of the calls that have their answer."""
+        """The client's ids of answered calls."""
         return {key.rpartition("/")[0] for key, call in self._calls.items() if is_answered(call)}
 
     def give_reward(self, value: float, answer: str, mark: str) -> None:
-        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        """Set the reward of an answer, unless a reward came before with this mark. Raises ApiError."""
         if mark in self.gave:
             return
         if len(self._rewards) >= MAX_REWARDS:
@@ -175,9 +176,9 @@ class UserSession:
             self.gave[mark] = UserReward(value, {}, answer, mark).gave
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
-        """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
-        the same one gets the same answer, also if the connection of the first was lost. Raises ApiError, also if
-        another call came with this mark."""
+        """Return the policy's answer, once it is saved. mark: the client's id for the call, or empty. A second call
+        with the mark gets the first call's answer, even if the first connection was lost. Raises ApiError, also if a
+        call with other messages came with this mark."""
         if not mark:
             return await self._turn(request, name, on_text, mark)
         call = self._calls.get(mark)
@@ -196,7 +197,7 @@ class UserSession:
         return answer
 
     def forget_call(self, mark: str) -> None:
-        """The next call with this mark is another one."""
+        """Have the next call with this mark begin anew."""
         self._calls = {key: call for key, call in self._calls.items() if key.rpartition("/")[0] != mark}
 
     async def _turn(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
@@ -224,7 +225,7 @@ class UserSession:
         return answer
 
     def _add_turn(self, request: ChatRequest, name: str, answer: Answer, mark: str) -> None:
-        """Only what templates may show is kept of a request."""
+        """Keep the parts of a request that templates may show."""
         options = request.model_dump(mode="json", exclude_none=True, include=KEPT) | {"tools": request.offered}
         messages = map(message_of, request.messages)
         parts = map(json.dumps, [*messages, options, [answer.message, answer.finish]])
@@ -236,7 +237,7 @@ class UserSession:
         return self._parts.setdefault(part, len(self._parts))
 
     async def save(self) -> None:
-        """Have the trainer store the calls so far, and what is needed to go on with them."""
+        """Have the trainer store the calls so far, and everything else needed to continue them."""
         async with self._saving:
             if self.group is None:
                 return
@@ -247,14 +248,15 @@ class UserSession:
                 await self._save(self, packed(calls, notes))
 
     def _age(self) -> tuple[float, str, float]:
-        """Its seconds until now. Another gateway of this machine knows those since: hosts may differ by hours."""
+        """Return the age in seconds, and the machine's boot and clock: a gateway on this machine can add the time
+        since. Clocks of hosts may differ by hours."""
         return asyncio.get_running_loop().time() - self.begun, *_since_boot()
 
     async def restore(self, frame: bytes | memoryview) -> None:
-        """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
-        self.sample.account = None  # what was sampled is paid for
+        """Become the session that `save` has stored. Raises SampleFailed, ApiError and ValueError."""
+        self.sample.account = None  # sampled tokens are paid for
         notes = json.loads(notes_of(frame))
-        self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
+        self.saves = notes["saves"] + 1  # the last gateway may still be at the next save
         self.sample.saved_calls = unpacked(frame)
         parts = [json.loads(part) for part in notes["parts"]]
         for turn in itertools.starmap(AnsweredCall, notes["turns"]):
@@ -280,18 +282,18 @@ class UserSession:
         self.sample.close()
 
     async def leave(self) -> None:
-        """Close it, and wait until its calls have ended."""
+        """Close the session, and wait until its calls have ended."""
         self.close()
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
 
 def _since_boot() -> tuple[str, float]:
-    """Which boot of which machine this is, and a clock that all its processes share, and nobody sets, in seconds."""
+    """Return the id of this machine's boot, and the seconds of a clock that is never set, shared by all processes."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), time.monotonic()
 
 
 def _question(request: ChatRequest) -> bytes:
-    """A digest of what the call asks, as far as templates show it."""
+    """Return a digest of the messages of a call, as far as templates show them."""
     return sha256(json.dumps([*map(message_of, request.messages)]).encode()).digest()
 
 
@@ -300,7 +302,7 @@ def is_answered(call: asyncio.Task[Answer]) -> bool:
 
 
 def note_error(task: asyncio.Task[Any]) -> None:
-    """Whoever waits for the task hears of its error. If nobody does any more, asyncio is not to report it."""
+    """Retrieve a task's error, so that asyncio does not report it if nobody waits any more."""
     if not task.cancelled():
         task.exception()
 
@@ -311,8 +313,8 @@ async def _same(answer: Answer) -> Answer:
 
 @dataclass(kw_only=True)
 class SessionCall(OpenSample):
-    """One call of a session, as the endpoint answers it. mark: the client's id for it. give_back: is called with the
-    session of a call that is refused. version: of the first tokens; None until they are there."""
+    """A call of a session, for the endpoint. mark: the client's id for the call. give_back: called with the session
+    of a refused call. version: the first tokens'; None before."""
 
     session: UserSession
     mark: str
@@ -327,7 +329,7 @@ class SessionCall(OpenSample):
         def on_piece(text: str) -> None:
             if self.version is None:
                 self.version = self.session.sample.newest_version
-            assert on_text is not None  # else this is not called
+            assert on_text is not None  # otherwise this is not called
             on_text(text)
 
         with explain(BusError, UNAVAILABLE, partial(ApiError, code="unavailable", status=503)):
@@ -341,7 +343,7 @@ class SessionCall(OpenSample):
         return answer
 
     def name_caller(self, caller: str, names: Sequence[str]) -> None:
-        """The name is that of the session."""
+        """Ignore the caller: the name of the session counts."""
 
     def headers(self) -> dict[str, str]:
         return {
