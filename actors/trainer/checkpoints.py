@@ -1,6 +1,6 @@
-"""The checkpoints of a run: one is written beside the next steps, and counts once it is on disk.
+"""The checkpoints of a run. A checkpoint is written during the next steps, and counts once it is on disk.
 
-A checkpoint that is damaged is not loaded, but the one before. Then the steps since are trained again.
+In place of a damaged checkpoint the trainer loads the checkpoint before, and trains the steps since then again.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from areal.storage.run_folder import checkpoint_of, ways_on
 from areal.storage.spool import Spool
 from protocols.training_messages import CheckpointAnswer, CheckpointSaved, Recovery
 
-# Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
+# A leaving trainer estimates a step and a checkpoint by the longest among this many.
 DURATIONS_KEPT = 4
 
 log = structlog.get_logger()
 
 
 class Durations:
-    """How long the last steps and checkpoints took."""
+    """The durations of the last steps and checkpoints."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
 
     def add(self, what: str, began: float) -> None:
-        """One that has ended now."""
+        """Add a step or checkpoint that has ended now."""
         self._seconds[what].append(asyncio.get_running_loop().time() - began)
 
     def why_too_late(self, what: str, began: float, ends: float) -> str:
-        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        """Return why a step or a checkpoint, judged by recent durations, does not end in time; empty if it does."""
         longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
         if began + longest <= ends:
             return ""
@@ -46,7 +46,7 @@ class Durations:
 
 
 class Checkpoints:
-    """version: of the last checkpoint that counts. timed: marks a phase of a step. remove: removes a folder."""
+    """version: the last counted checkpoint's. timed: marks a phase of a step. remove: removes a folder."""
 
     def __init__(
         self,
@@ -63,12 +63,13 @@ class Checkpoints:
         self.version = version
         self._timed, self._remove = timed, remove
         self.durations = Durations()
-        self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
-        self._damage = ""  # told as long as this trainer lives, since a checkpoint may follow at once
-        self._on_disk: list[int] = []  # the versions of those on disk, oldest first
+        self._saving: asyncio.Task[UserError | None] | None = None  # the last save; it runs during the next steps
+        self._damage = ""  # shown as long as this trainer lives, since a checkpoint may follow at once
+        self._on_disk: list[int] = []  # versions with a checkpoint on disk, oldest first
 
     async def load(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
+        """Load the last checkpoint, or if damaged the checkpoint before. Returns the version. Raises UserError for two
+        damaged."""
         newest, damage = recovery.checkpoint_version, ""
         for version in dict.fromkeys((newest, recovery.covered)):
             try:
@@ -89,7 +90,7 @@ class Checkpoints:
         self._member.alert = sentence
 
     async def _load(self, version: int, run: str) -> None:
-        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
+        """Load the checkpoint of a version. Version 0 has no checkpoint: the learner begins with the run's model."""
         if version:
             folder = checkpoint_of(self._config.folder, version)
             self._member.activity = f"loading {folder}"
@@ -101,7 +102,7 @@ class Checkpoints:
         self._on_disk = sorted(versions)
 
     async def save(self, version: int, publication: asyncio.Task[None] | None) -> None:
-        """Begin to save a checkpoint of the current version, once the one before is written. publication: of it."""
+        """Begin to save a checkpoint, once the last is written. version: the current. publication: the version's."""
         await self.wait()
         self._member.activity = f"saving a checkpoint of version {version}"
         folder, began = checkpoint_of(self._config.folder, version), asyncio.get_running_loop().time()
@@ -123,9 +124,9 @@ class Checkpoints:
     async def _complete(
         self, version: int, folder: Path, publication: asyncio.Task[None] | None, began: float
     ) -> UserError | None:
-        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
-        one before covers, too, if that is kept, and the oldest checkpoints beyond `trainer.checkpoints_kept`. If it
-        cannot be written, training goes on and the next one covers all. Returns why it cannot."""
+        """Wait until the checkpoint is on disk and its version published. Then remove groups from the spool that the
+        checkpoint before covers, too, if kept, and checkpoints beyond `trainer.checkpoints_kept`. If the checkpoint
+        cannot be written, training continues, and the next covers all. Returns why it cannot be written."""
         every, limit = self._config.trainer.checkpoint_every, self._config.trainer.checkpoints_kept
         copied = asyncio.get_running_loop().time()
         try:
@@ -137,7 +138,7 @@ class Checkpoints:
         self._member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:
             await publication
-        # Before the master counts the checkpoint: no trainer redoes its steps after that.
+        # Before the master counts the checkpoint: no trainer redoes its steps afterwards.
         await kept_rollouts.write_rollouts(self._member, self._rollouts)
         covered = self.version if limit > 1 else version
         spooled = "\n".join(await self._member.on_disk("the spool", self._spool.ids))

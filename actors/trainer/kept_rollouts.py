@@ -1,4 +1,4 @@
-"""How a trainer keeps the rollouts of its run: as a record, for which no step waits for long."""
+"""How a trainer keeps the rollouts of a run: as a record that delays no step for long."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from areal.samples.tokenizer import load_tokenizer
 from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_files import ROLLOUTS
 
-# Rollouts are written after this time, or once there are this many bytes of them, or with a checkpoint.
+# Rollouts are written after this time, or at this many waiting bytes, or with a checkpoint.
 ROLLOUTS_SECONDS = 30.0
 ROLLOUTS_BYTES = 32 << 20
 
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 def open_rollouts(config: Config) -> RolloutWriter:
-    """The writer of the run's rollouts."""
+    """Return the writer of the run's rollouts."""
     tokenizer = functools.cache(load_tokenizer)
 
     def texts(sequences: list[np.ndarray]) -> list[str]:
@@ -42,11 +42,11 @@ async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) 
 
 
 async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
-    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
+    """Write the added rollouts, for at most PATIENCE_SECONDS: they are only a record."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await member.on_disk("the rollouts", rollouts.write, optional=True)
     except TimeoutError:
         log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
-    except Exception as error:  # whatever it is, the run goes on without them
+    except Exception as error:  # whatever the error is, the run continues without the rollouts
         log.error("rollouts are lost, because they cannot be written", exc_info=error)

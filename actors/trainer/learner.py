@@ -1,4 +1,4 @@
-"""The interface of the model under training, which is `actors.trainer.ranks.Ranks`."""
+"""The interface of the model under training, for the trainer."""
 
 from pathlib import Path
 from typing import Protocol

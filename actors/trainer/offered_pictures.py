@@ -1,4 +1,4 @@
-"""Pictures that rollout managers offer to the trainer: which it lacks, and where it keeps them."""
+"""The pictures that rollout managers offer to the trainer: the trainer asks for missing pictures, and stores them."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ from protocols.transport import Request
 
 
 class OfferedPictures(HandlesRequests):
-    """folder: of the run's pictures. on_disk: does a write once the disk has room for it."""
+    """folder: of the run's pictures. on_disk: does a write, again until the disk has room."""
 
     def __init__(self, folder: Path, on_disk: Callable[..., Awaitable[Any]]) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class OfferedPictures(HandlesRequests):
 async def use_disk(
     on_disk: Callable[..., Awaitable[Any]], request: Request[Any], use: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """Use the trainer's disk for a request. Raises BusyError if it takes no writes for as long as the sender waits."""
+    """Use the trainer's disk for a request. Raises BusyError if the disk takes no writes while the sender waits."""
     with explain(TimeoutError, "the trainer waits for its disk", BusyError):
         async with parked(request):
             return await on_disk("the spool", use, *arguments)

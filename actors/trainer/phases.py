@@ -1,4 +1,4 @@
-"""The phases of a training step, and what they take."""
+"""The phases of a training step, and their durations."""
 
 import asyncio
 from collections import defaultdict
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from actors.runtime.works import Evidence, Works
 from areal.storage.disk import DiskRetry
 
-# Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
-# waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
+# The phases of a step with reported seconds, and the trainer's work on a version in a phase; None: the trainer waits
+# for other actors, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
 PHASES = {
     "trainer_wait": None,
     "publish_wait": None,
@@ -24,7 +24,7 @@ PHASES = {
 
 
 class Phases:
-    """took: gets each phase, when it began and its seconds."""
+    """took: gets every phase, with the start and the seconds."""
 
     def __init__(self, works: Works, took: Callable[[str, float, float], None]) -> None:
         self._works = works
@@ -33,7 +33,7 @@ class Phases:
 
     @contextmanager
     def timed(self, phase: str, version: int, computed: Evidence) -> Iterator[None]:
-        """Mark the block as a phase. computed: moves while the model computes or is moved."""
+        """Mark the block as a phase. computed: evidence that the model computes or is moved."""
         began, work = asyncio.get_running_loop().time(), PHASES[phase]
         moves = refusals if phase in ("fetch", "write") else computed
         marked = self._works.working(f"{work} version {version}", phase, moves) if work else self._works.waiting()
@@ -44,12 +44,12 @@ class Phases:
         self._took(phase, began, seconds)
 
     def take_seconds(self) -> dict[str, float]:
-        """The metrics of the time since the last call."""
+        """Return the metrics of the time since the last call."""
         spent = {f"{phase}_seconds": self._seconds[phase] for phase in PHASES}
         self._seconds.clear()
         return spent
 
 
 def refusals() -> float:
-    """The evidence of a write: it moves while the disk refuses writes, which are repeated."""
+    """Evidence of a write: a number that grows while the disk refuses writes, which are repeated."""
     return DiskRetry.refusals

@@ -1,9 +1,8 @@
-"""Asks the generators for the log-probs of a few tokens of the batch in training, and compares them with the trainer's.
-areal.training.engine_gap says why.
+"""Compares the generators' log-probs of a few tokens of a batch with the trainer's. areal.training.engine_gap says why.
 
-Generators are asked when a step begins, and answer once they have the version that it begins with, which may still be
-on its way to them. An answer that comes later than the step counts for the next one. A generator that goes straight to
-a newer version gives no measurement.
+Generators are asked at the start of a step, and answer with the step's starting version, which they may still have to
+load. An answer that comes after the step counts for the next step. A generator that goes straight to a newer version
+gives no measurement.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ log = structlog.get_logger()
 
 
 def measures_gaps(config: Config) -> bool:
-    """Whether the step has what is compared: log-probs at an engine's temperature, of the weights before."""
+    """Whether the step has comparable log-probs: at an engine's temperature, of the weights before the step."""
     return (
         config.observe.rollouts != "none"
         and config.sampling.temperature == 1
         and config.trainer.proximal == "recompute"
-        and config.trainer.routing == "own"  # with the experts that the weights before the step choose
+        and config.trainer.routing == "own"  # with the experts chosen by the weights before the step
     )
 
 
@@ -52,7 +51,7 @@ class Probes:
         self._answers: list[tuple[str, _Check, np.ndarray]] = []
 
     def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
-        """Ask the generators, at the start of a step on these groups, which trains this version."""
+        """Ask the generators, at the start of a step that trains this version on these groups."""
         asks = self._measures and not any(map(pictures_of, groups))  # an engine is asked with tokens alone
         probe = probe_of(groups, self._minibatches) if asks else None
         if probe is None:
@@ -69,14 +68,14 @@ class Probes:
             answer = await self._send(generator.address, ask, Logprobs, ANSWER_SECONDS)
             if answer.version == check.version:
                 self._answers.append((generator.identity, check, answer.logprobs))
-        except BusError:  # it is busy, leaves or has died; the next step asks again
+        except BusError:  # the generator is busy, leaves or has died; the next step asks again
             pass
         finally:
             self._asking.remove(generator.identity)
 
     def result(self, logprobs: np.ndarray | None) -> float | None:
-        """The largest gap of the engines that have answered since the last step; None: none has. logprobs: float32, the
-        trainer's for each token of the batch, in the order of TokenValues; 0 where a token is not in the loss."""
+        """Return the largest gap of engines that have answered since the last step, or None. logprobs: float32, the
+        trainer's for all tokens of the batch, in the order of TokenValues; 0 outside the loss."""
         current, self._current = self._current, None
         if current is not None and logprobs is not None:
             current.trainer_logprobs = logprobs[current.probe.start + current.probe.sampled]
@@ -94,7 +93,7 @@ class Probes:
 
 @dataclass(slots=True)
 class _Check:
-    """A probe of a step. trainer_logprobs: those of its sampled tokens, once the step has computed them."""
+    """A probe of a step. trainer_logprobs: for the sampled tokens, once computed."""
 
     lineage: int
     version: int

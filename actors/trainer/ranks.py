@@ -1,6 +1,6 @@
-"""The training engine of all ranks behind one interface. Rank 0 uses a `Ranks`; the other ranks call `run_follower`.
+"""The training engine of all ranks behind an interface. Rank 0 uses a `Ranks`; the other ranks call `run_follower`.
 
-The engine runs in a thread of its own, so that the trainer still handles messages while it computes a step.
+The engine runs in a thread, so that the trainer still handles messages while the engine computes a step.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Ranks:
 
     @classmethod
     async def start(cls, config: Config, disk_retry: DiskRetry) -> Ranks:
-        """Start the engine of this rank; all ranks have to start at the same time. disk_retry: with which folders are
-        written. Raises UserError if the model cannot be loaded."""
+        """Start the engine of this rank; all ranks have to start at the same time. disk_retry: repeats writes of
+        folders. Raises UserError if the model cannot be loaded."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, disk_retry)
         await asyncio.get_running_loop().run_in_executor(
@@ -70,12 +70,12 @@ class Ranks:
 
     @property
     def values(self) -> TokenValues | None:
-        """What the last step has found for each token, if the run keeps rollouts."""
+        """The values of the last step for every token, if the run keeps rollouts."""
         return self._engine.values
 
     @property
     def whole_logprobs(self) -> np.ndarray | None:
-        """Log-probs among all words of the tokens of the step's first minibatch, as of the engine."""
+        """Log-probs among all words for the tokens of the step's first minibatch, as in the engine."""
         return self._engine.whole_logprobs
 
     async def step(
@@ -86,7 +86,7 @@ class Ranks:
         return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
 
     async def snapshot(self, folder: Path) -> None:
-        """Copy the current weights. They are written to `folder` meanwhile, after the last snapshot."""
+        """Copy the current weights, to be written to `folder` in the background, after the last snapshot."""
         self._snapshot_written = await self._on_all_ranks({"do": "snapshot", "folder": str(folder)})
 
     async def finish_snapshot(self) -> Manifest:
@@ -94,11 +94,11 @@ class Ranks:
         return await asyncio.wrap_future(self._snapshot_written)
 
     async def save(self, folder: Path, run: str) -> None:
-        """Copy everything that `load` needs. It is written to `folder` meanwhile. run: the identity of the run."""
+        """Copy all that `load` needs, to be written to `folder` in the background. run: the run's identity."""
         self._checkpoint_written = await self._on_all_ranks({"do": "save", "folder": str(folder), "run": run})
 
     async def finish_save(self) -> None:
-        """Wait until the last checkpoint is on disk. Raises UserError if it cannot be written."""
+        """Wait until the last checkpoint is on disk. Raises UserError if the checkpoint cannot be written."""
         await asyncio.wrap_future(self._checkpoint_written)
 
     async def load(self, folder: Path, run: str) -> None:
@@ -140,7 +140,7 @@ def start_engine(config: Config, disk_retry: DiskRetry | None = None) -> Trainin
 
 
 def execute(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:
-    """Carry out one command of rank 0. Called on all ranks."""
+    """Carry out a command of rank 0. Called on all ranks."""
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "step":
         return engine.step(groups, **arguments)
@@ -154,14 +154,14 @@ def execute(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Gr
 
 
 def failure_of_step(version: int, error: Exception) -> StepFailed | None:
-    """What the master is told of an error in the step after `version`. None: it comes from the loss of another rank."""
+    """Return the report about an error in the step after `version`; None if the error is the loss of a rank."""
     reason = f"{type(error).__name__}: {error}"
     return None if COLLECTIVE.search(reason) else StepFailed(version=version, reason=text_of(reason))
 
 
 def run_follower(config: Config, report: Callable[[StepFailed], object]) -> None:
-    """The main loop of every rank but 0: execute the commands of rank 0 until it says that the run has ended. report:
-    sends the failure of a step to the master, before it is raised."""
+    """The main loop of every rank but 0: execute the commands of rank 0 until the end of the run. report: sends the
+    failure of a step to the master, before the failure is raised."""
     engine = start_engine(config)
     settle(CORES)
     leader = engine.messages.broadcast(None)
@@ -170,7 +170,7 @@ def run_follower(config: Config, report: Callable[[StepFailed], object]) -> None
     while (command := engine.messages.broadcast(None))["do"] != "end":
         try:
             execute(engine, command, None)
-        except UserError:  # on all ranks, and rank 0 decides what follows
+        except UserError:  # raised on all ranks, and rank 0 decides the next command
             if command["do"] != "load":
                 raise
         except Exception as error:

@@ -49,7 +49,7 @@ class SampleStore(HandlesRequests):
         self._use_spool = functools.partial(use_disk, on_disk)
         self.pictures = OfferedPictures(config.pictures_folder, on_disk)
         self._ask_master = ask_master
-        self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
+        self._in_memory: dict[str, Group] = {}  # spooled groups still in memory, oldest first
         self._reporting: set[str] = set()  # complete groups, while the master is told
         self.unfinished = UnfinishedSamples(config, spool, self._use_spool, ask_master, self._report_ready)
 
@@ -102,7 +102,7 @@ class SampleStore(HandlesRequests):
             accepted: bool = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
-        except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
+        except RefusedError:  # otherwise the spool would keep this payload instead of a correct payload sent later
             await self._forget(group)
             raise
         finally:
@@ -129,7 +129,7 @@ class SampleStore(HandlesRequests):
 
 
 def _ready_report(group: Group) -> GroupReady:
-    """The report that the group is on disk."""
+    """Return the report that the group is on disk."""
     samples = group.trajectories
     rewards = [t.reward for t in samples]
     return GroupReady(

@@ -1,13 +1,13 @@
 """The trainer: keeps scored samples on disk, asks the master which batch to train, and publishes the weights.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
 | main | the batch; shared devices; the publication of the step before | begins commit, publication, checkpoint |
-| store sample, store calls | the spool on disk; with a group's last one, `GroupReady` | the manager's group |
+| store sample, store calls | the spool on disk; with a group's last sample, `GroupReady` | the manager's group |
 | publish | the commit, the weights on disk | the master's event, so the generators; the next commit |
 | save | the checkpoint on disk, its version published, its rollouts written | empties spool and old checkpoints |
 | keep rollouts | 1 s; enough to write | |
-| one for each rank | a command of rank 0 | the step |
+| per rank | a command of rank 0 | the step |
 
 The weights of a step are published (`weight_publisher.py`), and a checkpoint is written (`checkpoints.py`), while the
 next steps are computed. A trainer that is told to leave first ends the step and saves a checkpoint, if recent durations
@@ -17,8 +17,8 @@ A sample is acknowledged once it is in the spool on disk. The spool keeps the sa
 written and two checkpoints cover the step that trained it, or until its group is discarded. The spool also has the
 calls of unfinished samples, from time to time. So a killed rollout manager loses only the tokens since the last save. A
 killed trainer loses nothing: after its restart it loads the last checkpoint, or the checkpoint before if the last is
-damaged. It redoes, in order, the batches that the master has logged since, and publishes the current version under a
-new lineage.
+damaged. The trainer redoes, in order, the batches that the master has logged since, and publishes the current version
+under a new lineage.
 """
 
 import asyncio
@@ -113,11 +113,11 @@ class Trainer(Actor):
         member.serve(self._samples)
         member.serve(self._samples.pictures)
         member.serve(self._samples.unfinished)
-        self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
-        self._at_rest = asyncio.Event()  # no further step begins
+        self._step: tuple[int, float] | None = None  # number and start of the step in progress
+        self._at_rest = asyncio.Event()  # set once no further step begins
 
     async def catch_up(self) -> None:
-        """In the turn in which the learner has started."""
+        """Recover, in the turn in which the learner has started."""
         await self._recover(self._recovery)
         await self._save_if_due()
         await self._turns.end(self._learner, self._timed)
@@ -126,7 +126,7 @@ class Trainer(Actor):
         await self.member.become_healthy()
         while True:
             if self._version - self._checkpoints.version >= 2 * self.config.trainer.checkpoint_every:
-                await self._checkpoints.wait()  # only after a restart, so that each kill adds no more steps to redo
+                await self._checkpoints.wait()  # only after a restart, so that a kill adds no more steps to redo
             batch = await self._next_batch()
             if batch is None:
                 break
@@ -149,8 +149,8 @@ class Trainer(Actor):
         await self.member.ask_master(TrainingFinished(), Done)
 
     async def hand_over(self) -> None:
-        """End the step and save a checkpoint, each if the last ones took no longer than what is left of
-        `master.drain_seconds`. A checkpoint that is being written is written to its end. Say which was done."""
+        """End the step and save a checkpoint, if recent durations fit into the rest of `master.drain_seconds`. A
+        checkpoint in progress is written to the end. Sets the outcome of the membership."""
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
@@ -168,7 +168,7 @@ class Trainer(Actor):
             self.member.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoints.version}"
 
     async def _save_last(self, ends: float) -> str:
-        """Save a checkpoint of the last step. Returns what was done, in words."""
+        """Save a checkpoint of the last step. Returns the outcome, in words."""
         await self._publisher.wait()
         await self._checkpoints.wait()
         outcome = f"has finished step {self._version}"
@@ -241,8 +241,8 @@ class Trainer(Actor):
         self._checkpoints.durations.add("step", began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
-        """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
-        the bound allows, or the guard rejects the step, the run ends: it is not published, committed or saved."""
+        """Do a training step, or redo it after a restart. Returns metrics and groups. If a token is older than the
+        bound allows, or the guard rejects the step, the run ends: the step is not published, committed or saved."""
         with self._timed("fetch"):
             groups = await self._samples.load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
@@ -295,7 +295,7 @@ class Trainer(Actor):
 
 
 class _Parts(NamedTuple):
-    """What a trainer needs before it knows where the run is."""
+    """The parts of a trainer that exist before the state of the run is known."""
 
     learner: Learner
     spool: Spool
@@ -306,7 +306,7 @@ class _Parts(NamedTuple):
 
 
 async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:
-    """Where the run is. The spool and the rollouts become those of the run."""
+    """Ask the master for the state of the run. The spool and the rollouts become the run's."""
     spooled = await member.on_disk("the spool", spool.ids)
     recovery = await member.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
     await member.on_disk("the spool", spool.assign, recovery.run)
@@ -316,15 +316,15 @@ async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -
 
 
 async def _remove_weights(member: Membership) -> None:
-    """Once the run has ended, its published weights are not needed. The folder is often in memory."""
+    """Remove published weights, which a run does not need after its end. The folder is often in memory."""
     ending = member.stopped.result() if member.stopped.done() and not member.stopped.cancelled() else None
     if member.config.weights.folder and ending and ending.ok and not ending.stopped:
         await asyncio.to_thread(shutil.rmtree, member.config.weights_folder, ignore_errors=True)
 
 
 def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
-    """What breaks the bound on staleness, which allows these groups no token older than version `oldest`. The ledger
-    keeps it, by what it was told of the tokens; this looks at the tokens."""
+    """Return how these groups break the bound on staleness, if they have a token older than version `oldest`; else
+    None. The ledger keeps the bound by reported versions; this looks at the tokens."""
     group = min(groups, key=lambda group: group.start_version)
     if oldest is None or group.start_version >= oldest:
         return None
@@ -333,7 +333,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:
     samples = [t for group in groups for t in group.trajectories]
-    of_rows = [group for group in groups if group.prompt_index >= 0]  # a session has nothing to differ from
+    of_rows = [group for group in groups if group.prompt_index >= 0]  # a session has no siblings to differ from
     sampled = [int(t.sampled.sum()) for t in samples]
     return {
         "completion_tokens_mean": sum(sampled) / len(sampled),

@@ -53,7 +53,7 @@ class Turns(HandlesRequests):
 
     @asynccontextmanager
     async def turn(self, learner: Learner, timed: Timed) -> AsyncIterator[None]:
-        """Have the devices for the time of this block, if they are shared."""
+        """Have the devices for the time of this block, if shared."""
         await self.begin(timed)
         if self._colocate:
             with timed("offload"):

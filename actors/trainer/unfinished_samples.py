@@ -30,7 +30,7 @@ Versions = dict[tuple[str, int], int]
 
 
 class UnfinishedSamples(HandlesRequests):
-    """Stores the calls of unfinished samples, and tells what is stored of a group.
+    """Stores the calls of unfinished samples, and finds the stored work of a group.
 
     use_spool: calls a method of the spool for a request. report_ready: reports a complete group to the master.
     """

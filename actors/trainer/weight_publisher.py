@@ -3,8 +3,8 @@
     step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
                   └──▶ commit v, write ──▶ publish v
 
-A snapshot overwrites the snapshot before, so the version before has to be published first. Therefore at most one
-version is being written at a time, and the published version is at most one behind the committed version.
+A snapshot overwrites the snapshot before, so the version before has to be published first. Therefore no two
+versions are written at a time, and the published version is at most 1 behind the committed version.
 """
 
 import asyncio
