@@ -1,4 +1,4 @@
-"""What the evaluator asks of the master and tells it."""
+"""The master's answers to the evaluator: a version to evaluate, and the receipt of scores."""
 
 import structlog
 

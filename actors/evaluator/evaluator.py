@@ -1,15 +1,15 @@
 """The evaluator: scores a policy version on held-out rows and benchmarks, with the generators and rewards of the run.
 
 A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the attempt
-fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
-restarted evaluator, goes on with the others. The samples of benchmarks are kept with their completions in the run
-folder, as this actor sees it (`sample_file.py`), and none of them is made again.
+fails without a result. The master keeps the scores of finished rows. So the next attempt, also of a restarted
+evaluator, samples only the remaining rows. The samples of benchmarks stay in the run folder with their completions
+(`sample_file.py`), and no sample is made twice.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| main | a version that is due | the generator that holds it; the next evaluation |
-| one for each sample | its tokens, then its score | its row |
-| report | 1 s | the scores that are done are in the master's journal |
+| main | a version that is due | the generator that holds the version; the next evaluation |
+| per sample | tokens, then the score | the row of the sample |
+| report | 1 s | finished rows get into the master's journal |
 """
 
 import asyncio
@@ -56,14 +56,14 @@ from protocols.messages import Done
 ASK_SECONDS = 20.0
 # The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.
 ROWS_SHOWN = 2
-# Further rows that it shows, where this attempt has scored them and all texts have no more characters than this.
+# Further shown rows, if this attempt has scored them and all shown texts stay within this many characters.
 FURTHER_ROWS, SHOWN_CHARACTERS = 10, 20_000
-# Interval at which the master is told which rows are done.
+# The interval of reports to the master about finished rows.
 REPORT_SECONDS = 1.0
-# The evaluation of the first or the last version is given up after this many attempts in a row that failed, and before
-# which no more rows were done. The pause before the second attempt, which doubles before each further attempt.
+# The evaluation of the first or the last version is given up after this many failed attempts in a row without a newly
+# finished row. The pause before the second attempt doubles before each further attempt.
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0
-# Time for the news that the generator holds the version: an event may be lost, and heartbeats find that out.
+# Time for the news that the generator holds the version: an event may be lost until the next heartbeat.
 NEWS_SECONDS = 10.0
 
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class NotExact(SampleFailed):
 
 
 class HeldSample(SampleSession):
-    """A sample of the version under evaluation, all calls of which go to the generator that holds the version."""
+    """A sample of the version under evaluation. All calls go to the generator that holds the version."""
 
     def __init__(self, directory: Directory, holder: Member, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,11 +95,12 @@ class HeldSample(SampleSession):
 
 
 class Evaluation:
-    """An attempt to evaluate `version`. `holder`: the only generator to sample on; None: any generator. The rows in
-    `scored` were done by an earlier attempt.
+    """An attempt to evaluate `version`. `holder`: the only generator to sample on; None: any generator. Rows in
+    `scored` were finished by an earlier attempt.
 
-    By row: `scores` of those samples that could be scored, their `tokens` in total, the number of `unfinished` samples,
-    and the first scored sample of this attempt. A row is done if no sample is unfinished and one could be scored."""
+    Lists by row: `scores` of the scored samples, the total number of `tokens` in these samples, the number of
+    `unfinished` samples, and `first`, this attempt's first scored sample. A row is finished with the last sample, if
+    any sample has a score."""
 
     def __init__(self, due: EvaluationAnswer, version: int, rows: list[Row], samples: int) -> None:
         self.version = version
@@ -114,7 +115,7 @@ class Evaluation:
             self.scores[number], self.tokens[number], self.unfinished[number] = scores, tokens, 0
 
     def add(self, number: int, sample: Trajectory | None) -> None:
-        """Count a sample of a row; None: it could not be scored."""
+        """Count a sample of a row; None: the sample could not be scored."""
         self.unfinished[number] -= 1
         if sample is not None:
             self.first.setdefault(number, sample)
@@ -124,13 +125,13 @@ class Evaluation:
             self._finished_rows[number] = self.scores[number], self.tokens[number]
 
     def take_finished_rows(self) -> dict[int, tuple[list[float], int]]:
-        """The rows that are done since the previous call."""
+        """Return the rows that were finished since the previous call."""
         rows, self._finished_rows = self._finished_rows, {}
         return rows
 
 
 class Benchmark:
-    """The samples of a benchmark at a version. `missing`: row and number of each sample not in the file."""
+    """The samples of a benchmark at a version. `missing`: row and number of every sample that is not in the file."""
 
     def __init__(self, name: str, config: Config, rows: list[Row], version: int) -> None:
         settings = config.evaluator.benchmarks[name]
@@ -153,7 +154,7 @@ class Benchmark:
         self._samples = len(samples)
 
     def add(self, row: Row, number: int, sample: Trajectory | None) -> None:
-        """Count a sample; None: it could not be scored."""
+        """Count a sample; None: the sample could not be scored."""
         self._unfinished -= 1
         if sample is not None:
             tokens = int(sample.sampled.sum())
@@ -194,7 +195,7 @@ class Benchmark:
 
 
 def _scores_of(by_row: list[list[float]], tokens: int, settings: EvaluatorConfig | BenchmarkConfig) -> dict[str, Any]:
-    """The fields of `Scores`, of the scores of each row's samples and the number of their sampled tokens."""
+    """Return the fields of `Scores`. by_row: the scores of each row's samples. tokens: the number of sampled tokens."""
     count = sum(map(len, by_row))
     card = scorecard(by_row, settings.samples, settings.pass_score) if count else None
     return {
@@ -208,13 +209,13 @@ def _scores_of(by_row: list[list[float]], tokens: int, settings: EvaluatorConfig
 
 
 def _holding(directory: Directory, holder: Member) -> Member | None:
-    """The holder as the directory has it; None if it does not hold its version there, or is not healthy."""
+    """Return the holder's entry in the directory; None unless it is healthy and still holds the version."""
     now = directory.members.get(holder.identity)
     return now if now is not None and now.state == "healthy" and now.held == holder.held else None
 
 
 def _gone(holder: Member) -> str:
-    assert holder.held is not None  # or it would hold nothing
+    assert holder.held is not None  # otherwise it would hold nothing
     return f"{holder.identity} has left, is unhealthy, or no longer holds version {holder.held.version}"
 
 
@@ -223,7 +224,7 @@ def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
 
 
 def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
-    """The settings under which samples of a benchmark are comparable: without numbers of samples and rows."""
+    """Return the settings under which samples of a benchmark are comparable: without numbers of samples and rows."""
     counts = {"size", "dates", "date_key", "samples", "pass_score", "every"}
     settings = benchmark.model_dump(mode="json", exclude=counts) | sampling.model_dump()
     return settings | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
@@ -256,7 +257,7 @@ class Evaluator(RowActor):
 
     async def main(self) -> None:
         await self.member.become_healthy()
-        failed: Counter[tuple[int, int]] = Counter()  # attempts by version and number of rows that were done before
+        failed: Counter[tuple[int, int]] = Counter()  # attempts by version and number of rows finished before
         while True:
             self.member.activity = "waiting for a version to evaluate"
             due = await self.member.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
@@ -280,7 +281,7 @@ class Evaluator(RowActor):
                 await self.member.ask_master(result, Done)
 
     def _benchmarks_at(self, version: int) -> dict[str, Benchmark]:
-        """The benchmarks that are due at a version."""
+        """Return the benchmarks that are due at a version."""
         return {
             name: Benchmark(name, self.config, rows, version)
             for name, rows in self._benchmark_rows.items()
@@ -288,7 +289,7 @@ class Evaluator(RowActor):
         }
 
     async def _evaluate(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
-        """The result of an evaluation. It ends at `evaluator.timeout_seconds`. Raises EvaluationFailed, NotExact."""
+        """Evaluate a version, for at most `evaluator.timeout_seconds`. Raises EvaluationFailed and NotExact."""
         if holder := evaluation.holder:
             with explain(TimeoutError, _gone(holder), NotExact):
                 async with asyncio.timeout(NEWS_SECONDS):
@@ -313,9 +314,9 @@ class Evaluator(RowActor):
         return self._result(evaluation, benchmarks)
 
     async def _sample_all(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> None:
-        """Sample and score all unfinished samples, and tell the master which rows are done. Raises NotExact."""
+        """Sample and score all unfinished samples, and report finished rows to the master. Raises NotExact."""
         home = evaluation.holder
-        # Generators that have not joined yet take their share later.
+        # Generators that join later take a share of the samples, too.
         generators = 1 if home else max(len(self.directory.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
@@ -361,7 +362,7 @@ class Evaluator(RowActor):
     async def _sample(
         self, row: Row, sampling: SamplingConfig, version: int, holder: Member | None
     ) -> Trajectory | None:
-        """One scored sample; None if it could not be scored, which is a failure, not a score of 0. Raises NotExact."""
+        """Return a scored sample, or None if scoring failed: a failure is not a score of 0. Raises NotExact."""
         home = holder or await self.sampling.dispatch.choose("generator", min_version=version)
         make = functools.partial(HeldSample, self.directory, holder) if holder else SampleSession
         session = make(
@@ -379,7 +380,7 @@ class Evaluator(RowActor):
         return sample
 
     def _result(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
-        """The result to report to the master. Raises EvaluationFailed if no sample was scored."""
+        """Return the result for the master. Raises EvaluationFailed if no sample was scored."""
         rows = evaluation.rows
         solved = {name: benchmark.scores() for name, benchmark in benchmarks.items()}
         if not any(evaluation.scores) and (rows or not any(scores.scored for scores in solved.values())):
@@ -404,7 +405,7 @@ class Evaluator(RowActor):
 
 
 def _texts(tokenizer: Any, sample: Trajectory) -> tuple[str, str]:
-    """The text before the first sampled token, and from there on."""
+    """Return the text before the first sampled token, and the text from the first sampled token on."""
     first = int(sample.sampled.argmax())
     prompt, completion = (
         tokenizer.decode(part, skip_special_tokens=True) for part in (sample.tokens[:first], sample.tokens[first:])

@@ -1,6 +1,6 @@
-"""The samples of a benchmark at one version, with their completions: benchmarks/NAME-VERSION.jsonl in the run folder.
+"""The samples of a benchmark at a version, with completions: benchmarks/NAME-VERSION.jsonl in the run folder.
 
-A sample is appended once it is scored, so that an evaluation that was killed goes on with the others.
+A sample is appended once it is scored, so that a killed evaluation continues with the remaining samples.
 """
 
 import json
@@ -15,8 +15,8 @@ from areal.storage.records import line_of, whole_records
 
 
 class SampleFile:
-    """One line of JSON for each sample. `settings`: those under which samples are comparable. Samples that were made
-    under others are left in the file, but not read."""
+    """A file with a line of JSON for each sample. settings: samples are comparable if they have equal settings. Samples
+    with other settings stay in the file, but are not read."""
 
     def __init__(self, folder: Path, name: str, version: int, settings: Mapping[str, Any]) -> None:
         self._lock = Lock()
