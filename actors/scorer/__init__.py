@@ -1,4 +1,4 @@
-"""The scorer: one frozen model by name, on a vLLM engine of its own.
+"""The scorer: a frozen model by name, on a vLLM engine.
 
-In: tokens or completions. Out: log-probs, or scores. Read `scorer.py`: it has the table of loops.
+In: tokens or completions. Out: log-probs, or scores. Read `scorer.py` first, with the table of loops.
 """

@@ -1,6 +1,6 @@
 """The policy as a judge of completions: rewards with `url: policy`.
 
-Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
+The actor that samples asks the run's generators, at their current versions. Answers of the judge are not trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from areal.workflows.conversation import Conversation, user
 
 
 class PolicyJudges:
-    """The judges of the configuration for which the policy is asked. Raises UserError if their options do not fit."""
+    """The judges of the configuration that ask the policy. Raises UserError if options do not fit."""
 
     def __init__(self, config: Config, dispatch: Dispatcher, tokenizer: Any) -> None:
         self._dispatch = dispatch
@@ -31,7 +31,7 @@ class PolicyJudges:
         return name in self._judges
 
     async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        """As of `Rewards`, but raises RewardError if a verdict cannot be read."""
+        """As `Rewards.score`, but raises RewardError if a verdict cannot be read."""
         judge = self._judges[name]
         return judge.results(await judge.call(prompt, completions, row), completions)
 

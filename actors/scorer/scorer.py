@@ -1,14 +1,13 @@
-"""The scorer: one frozen model by name, on a vLLM engine. It gives the log-probs of tokens which the policy sampled, as
-teachers and references do, or it is a reward model or a judge, and scores completions.
+"""The scorer: a frozen model by name, on a vLLM engine. A teacher or a reference gives log-probs of the policy's
+tokens. A reward model or a judge scores completions.
 
-Like rewards scorers join and leave at any time, and their jobs come on flows. A row that an engine cannot take is
-refused, never given a made-up result; if the engine dies, the actor ends with it, and its rows are scored by another
-one.
+Like rewards, scorers join and leave at any time, and jobs come on flows. A row that the engine cannot take is refused,
+never given a made-up result. If the engine dies, the actor ends with it, and another scorer gets the rows.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| one for each row | the engine | the flow of its asker |
-| one for each flow | results of its rows | the samples of a manager |
+| per row | the engine | the flow of the asker |
+| per flow | results of rows | the samples of a manager |
 """
 
 import asyncio
@@ -66,7 +65,7 @@ class Scorer(Serving):
         start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
         load_tokenizer: Callable[[str], Any] = load_tokenizer,
     ) -> Self:
-        """name: what it serves, one of the run's `scorers`."""
+        """name: of the served scorer, a key of the run's `scorers`."""
         scorer = member.config.scorers[name]
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
@@ -75,14 +74,14 @@ class Scorer(Serving):
         return cls(member, name, engine, tokenizer)
 
     def __init__(self, member: Membership, name: str, engine: FrozenModel, tokenizer: Any) -> None:
-        """tokenizer: of the model; None for one that gives log-probs."""
+        """tokenizer: the model's; None if the scorer gives log-probs."""
         super().__init__(member, (name,))
         self._name = name
         self._engine = engine
         self._tokenizer = tokenizer
         self._settings = self.config.scorers[name]
         self._requests = itertools.count()
-        self._moves = member.works.unless_other("score", self._steps)  # one for all rows
+        self._moves = member.works.unless_other("score", self._steps)  # for all rows
         rewards = [reward for reward, url in self.config.judges.items() if url == f"{SCORER}{name}"]
         self._judges = {name: judge_by(self._answer, name, self.config.reward.options[name]) for name in rewards}
 
@@ -120,14 +119,14 @@ class Scorer(Serving):
         return self.begin(request, message.flow, rows)
 
     async def _score(self, key: str, job: int, tokens: list[int], add: "Callable[[_ScoredRow], None]") -> None:
-        """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
+        """Score a row. key: the row's name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
         add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """The part `tokens` counts what was read and written. Raises as `_score` does."""
+        """The part `tokens` of a result counts tokens read and written. Raises as `_score` does."""
         judge = self._judges.get(completion.function)
         self._check(self._name if judge else completion.function, "judge" if judge else "reward_model")
         if judge:
@@ -151,7 +150,7 @@ class Scorer(Serving):
         return Result(score, {"tokens": len(tokens)})
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
-        """As areal.extensions.judges.judge.Answer. Raises as the engine does."""
+        """As areal.extensions.judges.judge.Answer. Raises the engine's errors."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
         parts = [part async for part in self._engine.generate(f"{next(self._requests)}", prompt, sampling)]
         tokens = [token for part in parts for token in part.tokens.tolist()]
@@ -159,14 +158,14 @@ class Scorer(Serving):
         return written, len(prompt) + len(tokens), parts[-1].finish == "length"
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
-        """What a reward model reads."""
+        """Return the tokens that a reward model reads."""
         if not self._settings.chat:
             return list(self._tokenizer.encode(prompt + completion))
         text = self._tokenizer.apply_chat_template(chat_of(prompt, completion, row), tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     async def _wait_for_engine(self, result: Awaitable[T]) -> T:
-        """A result of the engine. Raises RefusedError for what it cannot take."""
+        """Return a result of the engine. Raises RefusedError for input that the engine cannot take."""
         try:
             with self.member.working("scoring", "score", self._moves):
                 computed = await result
@@ -177,18 +176,18 @@ class Scorer(Serving):
         return computed
 
     def _check(self, name: str, kind: str) -> None:
-        """Raises RefusedError if this actor does not serve the name, or in another way."""
+        """Raises RefusedError if this actor does not serve the name, or serves another kind."""
         self.check_served(name)
         if self._settings.kind != kind:
             raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}")
 
     def _steps(self) -> float:
-        """Moves while the engine computes."""
+        """Evidence of work: a number that grows while the engine computes."""
         return float(self._engine.stats().steps)
 
 
 class _ScoredRow(NamedTuple):
-    """What a row gets."""
+    """The scores of a row of tokens."""
 
     job: int
     scores: TokenScores

@@ -1,4 +1,4 @@
-"""Checks of scorers before any process is started. Each mistake raises a UserError of one sentence."""
+"""Checks of scorers before any process is started. A mistake raises a UserError of a sentence."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from areal.samples.tokenizer import load_tokenizer
 
 
 def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
-    """The most tokens of a row at each scorer that gives log-probs, where they are known."""
+    """Return the most tokens of a row for every scorer that gives log-probs, if known."""
     rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
     return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
 
