@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: the lines of its start and its steps, or a live view.
+"""The terminal's display of a run: lines of the start and of steps, or a live view.
 
-In: the status of the run, from its master. Read `display.py` first; `monitor.py` shows a run elsewhere.
+In: the status of the run, from the master. Read `display.py` first; `monitor.py` shows a run elsewhere.
 """

@@ -20,7 +20,7 @@ PROGRESS_SECONDS = 60.0
 
 class Display:
     """Shows a run from the statuses of its master. say: prints a line. skipped: number of steps that an earlier start
-    has shown. seconds: how often it wants a status at least; None: that does not matter.
+    has shown. seconds: the longest interval between statuses; None: any interval.
     """
 
     def __init__(self, console: Console, config: Config, skipped: int, say: Callable[[str], None]) -> None:
@@ -36,7 +36,7 @@ class Display:
             self._live.start()
 
     def end(self) -> None:
-        """Print what is left of the lines, or end the live view."""
+        """Print the remaining lines, or end the live view."""
         if self._live:
             self._live.stop()
         elif self._config.steps:
@@ -52,7 +52,7 @@ class Display:
             self._print_progress(status)
 
     def show_silence(self, why: Exception) -> None:
-        """The master has not answered."""
+        """Show that the master has not answered."""
         if self._live:
             self._live.update(Text(shown(f"The master does not answer: {why}")))
 
@@ -62,7 +62,7 @@ class Display:
                 self._say(step_line(metrics, self._config.steps, self._config.max_staleness))
 
     def _print_progress(self, status: Mapping[str, Any]) -> None:
-        """Print what the evaluator is doing, if that has changed."""
+        """Print the evaluator's activity, if it has changed."""
         if (now := time.monotonic()) < self._next_progress:
             return
         self._next_progress = now + PROGRESS_SECONDS

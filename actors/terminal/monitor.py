@@ -21,9 +21,9 @@ from protocols.transport import Bus
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
-# Number of the latest evaluations shown, besides the first one.
+# Number of the latest evaluations shown, besides the first evaluation.
 EVALUATIONS_SHOWN = 3
-BAR = 30  # characters of the bar of the progress
+BAR = 30  # characters of the progress bar
 STYLES = {"healthy": "green", "starting": "dim"}
 
 
@@ -49,7 +49,7 @@ class Feed:
         self._events: Subscriber | None = None
 
     async def look(self) -> dict[str, Any]:
-        """The current status, with the steps since the last call. Raises BusError."""
+        """Return the current status, with the steps since the last call. Raises BusError."""
         status = await status_of(self._bus, self._master, ASK_SECONDS, self._since)
         self._since = max([self._since, *(step["step"] for step in status["recent"])])
         if self._events is None or self._events.address != status["events"]:
@@ -94,7 +94,7 @@ async def follow(bus: Bus, master: str, console: Console) -> int:
 
 
 def step_line(m: dict[str, Any], steps: int, max_staleness: int) -> str:
-    """The line that shows one of the `steps` steps; `m` are its metrics."""
+    """Return the line for a step among `steps`. m: the metrics of the step."""
     return (
         f"step {m['step']}/{steps}  reward {m['reward_mean']:.3f}{_filtered(m)}  "
         f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {max_staleness})  "
@@ -105,7 +105,7 @@ def step_line(m: dict[str, Any], steps: int, max_staleness: int) -> str:
 
 
 def render(status: Mapping[str, Any]) -> Panel:
-    """The live view of a run, from its status."""
+    """Return the live view of a run, from the status."""
     numbers = Table.grid(padding=(0, 3))
     numbers.add_column(style="dim", no_wrap=True)
     for name, value in _numbers(status, status["metrics"]):
@@ -118,7 +118,7 @@ def render(status: Mapping[str, Any]) -> Panel:
 
 
 def actors_table(members: list[dict[str, Any]]) -> Table:
-    """A table of the actors: what each one does, and its load."""
+    """Return a table of the actors: state, activity and load."""
     actors = Table.grid(padding=(0, 2))
     for member in sorted(members, key=lambda member: member["identity"]):
         state = Text(member["state"], style=STYLES.get(member["state"], "yellow"))
@@ -173,11 +173,11 @@ def _filtered(metrics: dict[str, Any]) -> str:
 
 
 def _rate(metrics: dict[str, Any], key: str) -> str:
-    """The count `key` of a step, per second."""
+    """Return the count `key` of a step, per second."""
     return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
 
 
 def _left(m: dict[str, Any], steps: int) -> str:
-    """The time that the steps after this one of `steps` will take, in words."""
+    """Return the time that the remaining steps will take, in words."""
     seconds = m.get("step_seconds_median", 0.0) * (steps - m.get("step", steps))
     return f"  about {duration(seconds)} left" if seconds > 0 else ""

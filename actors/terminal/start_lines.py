@@ -1,4 +1,4 @@
-"""The start of a run on this machine, in lines: what has happened, and how many seconds after its command was given."""
+"""The start of a run on this machine, in lines: an event, and the seconds since the command was given."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from protocols.membership_messages import actor_name
 
 
 class StartLines:
-    """Says what has changed since the status before, until the first step of this start is trained, or all are ready to
-    evaluate a model."""
+    """Prints changes since the last status, until the first step of this start is trained, or until all actors are
+    ready to evaluate a model."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -18,7 +18,7 @@ class StartLines:
         self._over = False
 
     def show(self, status: Mapping[str, Any]) -> None:
-        """status: of the run, from its master."""
+        """status: the run's, from the master."""
         if self._over:
             return
         for line in self._new(status["members"]):
@@ -30,7 +30,7 @@ class StartLines:
         self._over = version > self._first or (not status["steps"] and {*self._activities.values()} == {"ready"})
 
     def _new(self, members: list[dict[str, Any]]) -> Iterator[str]:
-        """A line for each actor that begins something else, until it is ready."""
+        """Yield a line for every actor with a new activity, until the actor is ready."""
         for member in members:
             name = actor_name(member["identity"])
             activity = member["activity"] if member["state"] == "starting" else "ready"
