@@ -1,11 +1,11 @@
-"""The reward actor: runs named reward functions in worker processes, each call with a deadline.
+"""The reward actor: runs named reward functions in worker processes, with a deadline for every call.
 
-A call that fails gives an error, never a score.
+A failed call gives an error, never a score.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| one for each worker | a completion, then its score or the deadline | the flow of its asker |
-| one for each flow | scores | the samples of a manager |
+| per worker | a completion, then the score or the deadline | the flow of the asker |
+| per flow | scores | the samples of a manager |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Pool(Protocol):
 
 
 class Reward(Serving):
-    """Serves the rewards named on its command line; if none are named, those of the configuration."""
+    """Serves the rewards named on the command line, or else the rewards of the configuration."""
 
     role = "reward"
 
@@ -50,8 +50,8 @@ class Reward(Serving):
         options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
         make_pool: Callable[..., Pool] = RewardPool,
     ) -> Self:
-        """options: keyword arguments by name of the reward, which replace those of the configuration."""
-        member.settle()  # before the pool starts its workers, which inherit the cores
+        """options: keyword arguments by name of the reward, which replace the configuration's."""
+        member.settle()  # before the pool starts workers, which inherit the cores
         served, names = member.config.served_rewards, functions or tuple(member.config.own_rewards)
         merged = {name: {**served.options.get(name, {}), **options.get(name, {})} for name in names}
         pool = make_pool(names, served.model_copy(update={"options": merged}))
@@ -60,7 +60,7 @@ class Reward(Serving):
     def __init__(self, member: Membership, names: tuple[str, ...], pool: Pool) -> None:
         super().__init__(member, names)
         self._pool = pool
-        self._in_hand = 0  # completions that are being scored
+        self._in_hand = 0  # completions in progress
         self._says = [f"{doing} with {', '.join(names)}" for doing in ("waiting to score", "scoring")]
 
     async def main(self) -> None:
@@ -68,7 +68,7 @@ class Reward(Serving):
         self._take(0)
 
     def _take(self, count: int) -> None:
-        """Of a reward that needs a moment for each completion, most of the time is spent waiting."""
+        """Count completions in progress, and set the activity: a fast reward spends most of its time waiting."""
         self._in_hand += count
         self.member.activity = self._says[self._in_hand > 0]
 

@@ -1,6 +1,6 @@
-"""The generator: one vLLM engine, which samples tokens and follows the published versions.
+"""The generator: a vLLM engine that samples tokens and follows the published versions.
 
-In: sequences of rollout managers, evaluators and gateways; published weights. Out: tokens with their log-probs and
-versions. Read `generator.py` first: it has the table of loops and the life of a sequence. `loaded_policy.py` loads new
+In: sequences of rollout managers, evaluators and gateways; published weights. Out: tokens with log-probs and
+versions. Read `generator.py` first, with the table of loops and the life of a sequence. `loaded_policy.py` loads new
 weights, `shared_devices.py` shares devices with the trainer, and `engine.py` is the interface of the engine.
 """

@@ -1,15 +1,15 @@
-"""The generator: one vLLM engine. Every token that it streams carries its log-prob and the version that sampled it.
+"""The generator: a vLLM engine. A streamed token carries the log-prob and the version that sampled the token.
 
-A generator is STALE until it has loaded the newest published policy, and HEALTHY from then on. It follows the published
-policies (`loaded_policy.py`), but a generator that *holds* a policy, because that policy is evaluated, loads no newer
-policy until the master ends the hold. A generator knows nothing about tasks or rewards.
+A generator is STALE until the newest published policy is loaded, and HEALTHY from then on. A generator follows the
+published policies (`loaded_policy.py`). If a generator *holds* a policy under evaluation, no newer policy is loaded
+until the master ends the hold. A generator knows nothing about tasks or rewards.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| main | a published or held version newer than the loaded one | loads it, then the sequences that wait for it |
+| main | a published or held version newer than the loaded version | the sequences that wait for the version |
 | outputs of the engine | messages of vLLM's process | the flows of the askers |
-| one for each flow | tokens, at most every 50 ms | the samples of a manager |
-| weights for others | the next chunk on disk | the main loops of the generators below it in the tree |
+| per flow | tokens, at most every 50 ms | the samples of a manager |
+| weights for others | the next chunk on disk | the main loops of generators further down the tree |
 | device (`colocate`) | the trainer's turn to end | wakes the engine |
 """
 
@@ -125,7 +125,7 @@ class Generator(Actor):
                 await self.member.beat()
 
     async def hand_over(self) -> None:
-        """Hand over every sequence: its asker continues it on another generator, from the tokens sampled so far."""
+        """Hand over every sequence: the asker continues on another generator, from the tokens sampled so far."""
         self._engine.hand_over()
         self._loaded.notify()
         await self._flows.wait_until_empty()
@@ -167,7 +167,7 @@ class Generator(Actor):
         return self._begin(request, [[views[name] for name in of_prompt] for of_prompt in request.message.pictures])
 
     def _begin(self, request: Request[Any], pictures: Sequence[Sequence[Any]]) -> Done:
-        """Begin the sequences of a request. pictures: of each prompt, as in `_Prompt`. Raises BusyError."""
+        """Begin the sequences of a request. pictures: for every prompt, as in `_Prompt`. Raises BusyError."""
         if self.member.state == "draining":
             raise BusyError("this generator accepts no sequences: it is draining")
         message, owner = request.message, request.owner
@@ -200,7 +200,7 @@ class Generator(Actor):
     async def _sample(
         self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
-        """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
+        """Sample a sequence. name: in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = ANY_SAMPLING.model_copy(update={name: getattr(new, name) for name in SAMPLING}).with_seed(new.seed)
         self._sequences[name] = sender
         try:
@@ -240,13 +240,13 @@ class Generator(Actor):
 
 
 class _Prompt(NamedTuple):
-    """Its tokens, and what the engine gets of its pictures, or why it cannot."""
+    """The tokens of a prompt, and its pictures for the engine, or the errors in their place."""
 
     tokens: list[int]
     pictures: Sequence[Any]
 
     def seen(self) -> Sequence[Any]:
-        """The pictures. Raises ValueError if there is one that the engine cannot get."""
+        """Return the pictures. Raises ValueError if the engine cannot get a picture."""
         for picture in self.pictures:
             if isinstance(picture, Exception):
                 raise ValueError(f"a picture of the prompt: {picture}")

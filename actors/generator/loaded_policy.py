@@ -1,6 +1,6 @@
-"""The policy that a generator's engine has loaded. It follows the published versions, or stays at a held version.
+"""The policy that a generator's engine has loaded: the newest published version, or a held version.
 
-A generator loads each new version without waiting for other generators: the engine interrupts the running sequences,
+A generator loads a new version without waiting for other generators: the engine interrupts the running sequences,
 replaces the weights, and continues the sequences. With `generator.interrupt: false` the running sequences end first.
 """
 
@@ -93,7 +93,7 @@ class LoadedPolicy(HandlesRequests):
         return Logprobs(version=scores.version, logprobs=scores.logprobs, **columns)
 
     def _wanted(self) -> Policy:
-        """The policy that this generator should have: the held policy, or else the newest published policy. A held
+        """Return the policy to load: the held policy, or else the newest published policy. A held
         policy older than the loaded policy is ignored, because running sequences cannot go back to older weights."""
         me = self._directory.members.get(self._member.bus.identity.name)
         if me is None or me.held is None:
@@ -160,5 +160,5 @@ class LoadedPolicy(HandlesRequests):
             return await self._engine.load(folder, policy.version)
 
     def _arrived(self) -> float:
-        """Evidence of a fetch: a number that grows while weights arrive, or while the disk refuses them."""
+        """Evidence of a fetch: a number that grows while weights arrive, or while the disk refuses writes."""
         return self._weights.bytes_received + DiskRetry.refusals

@@ -69,7 +69,7 @@ class SharedDevices(HandlesRequests):
         self._asleep = False
 
     async def _take(self, use: Callable[[], Awaitable[T]]) -> T:
-        """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
+        """Call `use` once a trainer on shared devices has left the devices."""
 
         async def ask_trainer() -> None:
             trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]

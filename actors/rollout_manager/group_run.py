@@ -1,4 +1,4 @@
-"""One group of a rollout manager: its samples run at the same time, and the trainer stores each scored sample soon."""
+"""A group of a rollout manager: the samples run in parallel, and the trainer stores a sample soon after its score."""
 
 import asyncio
 import math
@@ -41,7 +41,7 @@ def keeps_rollouts(config: Config) -> bool:
 
 
 class _Scored(NamedTuple):
-    """A scored sample, its place in its group (from 0), its note, and the files of its pictures by name."""
+    """A scored sample, the place in the group (from 0), a note, and the files of pictures by name."""
 
     place: int
     sample: Trajectory
@@ -108,7 +108,7 @@ class GroupStore:
 
     async def send(self, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples until the trainer has stored them, or return why the trainer refuses them. Repeats are harmless,
-        because a sample is identified by its group and its place there."""
+        because group and place identify a sample."""
         request = StoreSamples(
             group=self._permit.group,
             prompt_index=self._permit.prompt_index,
@@ -145,8 +145,8 @@ async def first_scored(
 ) -> list[S]:
     """Return the first `needed` scored samples, and cancel the rest of the work.
 
-    on_scored: called at once with each sample but the last; None if scores depend on each other. Raises SampleFailed as
-    soon as too few samples are left.
+    on_scored: called at once with every sample but the last; None if scores depend on more samples. Raises SampleFailed
+    as soon as too few samples are left.
     """
     scored: list[S] = []
     failures: list[SampleFailed] = []
@@ -170,7 +170,7 @@ async def first_scored(
 
 
 class GroupRun:
-    """A group from its permit until its samples are stored, or until it has failed.
+    """A group from the permit until all samples are stored, or until the group has failed.
 
     run_workflow: returns the sample of a session on a row. `unfinished`, `finished`: the number of samples in progress,
     and of ended samples. `task`: runs `run`.
@@ -201,7 +201,7 @@ class GroupRun:
         return [session.save() for session in self.sessions if session.unsaved and session.save_every < math.inf]
 
     def flush(self) -> list[asyncio.Task[RefusedError | None]]:
-        """Have the trainer store the scored samples now. Returns all such requests of the group."""
+        """Have the trainer store the scored samples now. Returns all requests of the group."""
         return self._store.flush() if self._store else []
 
     async def run(self) -> None:
@@ -283,7 +283,7 @@ class GroupRun:
     async def _run_sample(
         self, place: int, session: SampleSession, row: Row, start: GroupStart, begun: bool
     ) -> _Scored | SampleFailed:
-        """Sample and score one sample. begun: whether the trainer may have calls of the sample."""
+        """Sample and score a sample. begun: whether the trainer may have calls of the sample."""
         began, at = time.time(), time.monotonic()
         try:
             if begun:

@@ -4,12 +4,12 @@ The prompt of a group is the row of the data source at the index in the permit. 
 index. Scored samples are on the trainer's disk, and from time to time the calls of unfinished samples are stored there,
 too: if a rollout manager dies, another manager samples the rest. A rollout manager never decides admission.
 
-| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+| loop, besides the loops of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
 |---|---|---|
-| main | a healthy generator, room on the generators, permits | one task for each group |
-| group | what the trainer has of it, if it is resumed; its first G scored samples; the trainer | `GroupReady` |
-| sample | tokens of each call, then its score; if an actor dies, another one | its group |
-| renew leases | a quarter of a lease | keeps its groups; ends those that were lost |
+| main | a healthy generator, room on the generators, permits | a task per group |
+| group | stored samples, if resumed; the first G scored samples; the trainer | `GroupReady` |
+| sample | tokens of calls, then the score; if an actor dies, another actor | the group |
+| renew leases | a quarter of a lease | keeps groups; ends lost groups |
 | balance | 2 s | moves sequences to emptier generators |
 """
 
@@ -66,7 +66,7 @@ class RolloutManager(RowActor):
                     self._begin_group(permit)
 
     async def hand_over(self) -> None:
-        """Leave the groups in progress to another manager, which continues from their saved work. Without another
+        """Leave the groups in progress to another manager, which continues from the saved work. Without another
         manager, finish the groups."""
         if any(m.identity != self.member.bus.identity.name for m in self.directory.with_role("rollout_manager")):
             groups = self._groups.values()
@@ -90,7 +90,7 @@ class RolloutManager(RowActor):
         self.sampling.dispatch.loads.note(loads)
 
     def _free_groups(self) -> int:
-        """Number of groups to start now. It is at least 1 if no group is in progress."""
+        """Number of groups to start now; at least 1 if no group is in progress."""
         slots = self.sampling.dispatch.loads.places / self.sampling.dispatch.askers
         samples = samples_of_group(self.config)
         beginning = samples * sum(not group.sessions for group in self._groups.values())
@@ -148,7 +148,7 @@ class RolloutManager(RowActor):
         self.sampling.dispatch.loads.room.notify()
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
-        """Run the workflow for one training sample, have scorers score its tokens, and lower its reward if the
+        """Run the workflow for a training sample, have scorers score the tokens, and lower the reward if the
         completion is too long (`reward.overlong_tokens`). Raises SampleFailed."""
         sample = await self.sampling.run_workflow(session, self._workflow, row)
         sample = await with_scorer_columns(sample, self.config, row, self.sampling.services.rewards)

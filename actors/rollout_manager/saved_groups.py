@@ -19,7 +19,7 @@ from areal.storage.saved_calls import SavedCall, packed, unpacked
 from protocols.bus_errors import RefusedError
 from protocols.messages import AskCalls, AskSamples, Done, Permit, StoreCalls, StoredCalls, StoredSamples
 
-# The most samples whose calls are saved at the same time.
+# The most samples with a save of calls in progress.
 SAVES = 4
 
 log = structlog.get_logger()
@@ -52,7 +52,7 @@ class SavedGroups:
         return unpacked(stored.frame.data) if len(stored.frame) else []
 
     def save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
-        """Have the session save its calls each time it has sampled `rollout_manager.save_every_tokens`."""
+        """Have the session save calls after every `rollout_manager.save_every_tokens` sampled tokens."""
         session.save = lambda: self._spawn(self._save(permit, place, session), "save calls")
         session.save_every = self._sampling.services.config.rollout_manager.save_every_tokens or math.inf
 

@@ -12,7 +12,7 @@ from areal.samples.trajectory import Trajectory
 
 
 async def with_scorer_columns(sample: Trajectory, config: Config, row: Row, rewards: Rewards) -> Trajectory:
-    """The sample with a column from each scorer of its row. Raises SampleFailed."""
+    """Return the sample with a column from every scorer of the row. Raises SampleFailed."""
     for column, name in scorers_of(config, row).items():
         branches = [rewards.score_tokens(name, branch.tokens) for branch in sample.sequences()]
         scores = await asyncio.gather(*branches)

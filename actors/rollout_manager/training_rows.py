@@ -13,7 +13,7 @@ from areal.config import Config
 from areal.data.rows import Row
 from areal.samples.pictures import find
 
-# The number of rows ahead of a new group whose images are pulled in advance.
+# The number of rows ahead of a new group for which images are pulled in advance.
 ROWS_AHEAD = 8
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class TrainingRows:
         return row
 
     def prepare_ahead(self, index: int) -> None:
-        """Have tools prepare for the next rows: they pull images if samples run in containers."""
+        """Have tools prepare for the next rows, for example pull images of containers."""
         for tool in self._services.tools.expecting():
             for later in range(index + 1, index + 1 + ROWS_AHEAD):
                 with contextlib.suppress(SampleFailed, ToolError):  # raised again once the row is used
