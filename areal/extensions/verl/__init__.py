@@ -1,1 +1,1 @@
-"""Rewards that were written for verl work as they are: `verl_rewards.py`."""
+"""Calls rewards that were written for verl: `verl_rewards.py`."""

@@ -1,9 +1,9 @@
-"""Rewards that were written for verl. They are known by the names of their parameters, and called as verl calls them:
+"""Rewards written for verl, recognised by the names of parameters and called in the same way as in verl:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 
-`ground_truth` is that of the row's `reward_model`, or else the row's answer; `data_source` and `extra_info` are fields
-of the row. The result is a number, or a dict with `score`, whose other numbers are the scores of parts.
+`ground_truth` comes from the row's `reward_model`, or else is the row's answer; `data_source` and `extra_info` are
+fields of the row. The result is a number, or a dict with `score`. Further numbers in the dict are scores of parts.
 """
 
 import inspect
@@ -28,7 +28,7 @@ class VerlForm(RewardForm):
 
 
 def _adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
-    """A function of prompt, completion and row that calls one for verl, which has these parameters."""
+    """Return a function of prompt, completion and row that calls a reward for verl with these `parameters`."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def arguments(completion: str, row: Mapping[str, Any]) -> dict[str, Any]:
