@@ -1,1 +1,1 @@
-"""Pictures in prompts: rows with pictures, how models see them, and the vision of a model in training."""
+"""Pictures in prompts: rows with pictures, how models see, and a model's vision in training. Read vision.py first."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def features_of(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -> "list[MultiModalFeatureSpec]":
-    """The pictures as the engine takes them, with their places among the tokens. It caches what its tower makes of them
-    by their names, which holds for good, as the tower is not trained. Raises ValueError."""
+    """Return the pictures as the engine takes them, with their places among the tokens. The engine caches the tower's
+    vectors of a picture under its name. The cache stays valid, since the tower is not trained. Raises ValueError."""
     import torch
     from vllm.multimodal.inputs import (
         MultiModalBatchedField,

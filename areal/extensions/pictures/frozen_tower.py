@@ -1,8 +1,8 @@
-"""The vision of a model in training: its tower, which is not trained, and the positions of pictures.
+"""The vision of a model in training: the frozen tower, and the positions of pictures.
 
-The trainer computes the text model of the wrapper. Hooks give it what the wrapper has beside: the vectors of a picture
-in place of its placeholders' embeddings, others that are added to what the first layers give at these (DeepStack,
-arXiv 2406.04334), and rotary angles by time, height and width.
+The trainer computes only the text model of the wrapper. Hooks do the wrapper's part: vectors of a picture replace the
+embeddings of its placeholders, further vectors are added to the outputs of the first layers at the placeholders
+(DeepStack, arXiv 2406.04334), and rotary angles follow time, height and width.
 """
 
 import re
@@ -19,8 +19,8 @@ from areal.weights.wrappers import beside_text
 
 
 class FrozenTower:
-    """The tower of the model in `folder`, whose text model is `module`. The vectors of a picture are computed once for
-    each batch, by themselves, so that they do not depend on what else is in it."""
+    """The tower of the model in `folder`; `module` is the model's text part. A picture's vectors are computed once for
+    a batch, one picture at a time, so that the rest of the batch cannot change them."""
 
     def __init__(self, module: torch.nn.Module, folder: Path, device: torch.device) -> None:
         self._row: PackedRow | None = None
@@ -46,11 +46,11 @@ class FrozenTower:
         self._vectors: dict[int, list[Tensor]] = {}
 
     def follow(self, row: PackedRow) -> None:
-        """Set the row of the next forward pass, and of what its backward pass computes again."""
+        """Set the row of the next forward pass, and of the recomputation in its backward pass."""
         self._row = row
 
     def _put_vectors(self, level: int, part: Any, inputs: Any, output: Tensor) -> Tensor | None:
-        """What embeddings (level 0) or a layer give, [1, T, H], with the tower's vectors of this level."""
+        """Return the output of embeddings (level 0) or a layer, [1, T, H], with the tower's vectors of the level."""
         row = self._row
         if row is None or "pictures" not in row.inputs:
             return None
@@ -64,7 +64,7 @@ class FrozenTower:
         return vectors
 
     def _of_picture(self, number: int) -> list[Tensor]:
-        """The vectors of a picture of the batch by their levels, each [parts, H], in host memory."""
+        """Return the vectors of a picture of the batch, a tensor [parts, H] for each level, in host memory."""
         if number not in self._vectors:
             patches = torch.from_numpy(self._patches[number]).to(self._device, self._dtype)
             grid = torch.from_numpy(self._grids[number : number + 1]).long().to(self._device)
@@ -75,7 +75,7 @@ class FrozenTower:
         return self._vectors[number]
 
     def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines [1, T, D] of the angles, each by one of the three positions."""
+        """Return the cosines and sines, [1, T, D], of the angles. An angle follows time, height or width."""
         row = self._row
         if row is None or "places" not in row.inputs:
             return None
@@ -85,7 +85,7 @@ class FrozenTower:
 
 
 class _Tiles(torch.nn.Module):
-    """The tower of SmolVLM, with what brings its vectors to the width of the text."""
+    """The tower of SmolVLM, with the connector that brings its vectors to the width of the text."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         from transformers import AutoModel
@@ -96,7 +96,7 @@ class _Tiles(torch.nn.Module):
         self.connector = SmolVLMConnector(config).to(dtype)
 
     def forward(self, tiles: Tensor, grid_thw: Tensor) -> Any:
-        """Of tiles, [n, 3 side side], the vectors, [n parts, H]."""
+        """Return the vectors, [n parts, H], of tiles, [n, 3 side side]."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         sizes = self.vision_model.config
@@ -107,7 +107,7 @@ class _Tiles(torch.nn.Module):
 
 
 def _axes(rotary: dict[str, Any]) -> Tensor:
-    """By which of the three positions each angle of a head is, int64 [D / 2]. rotary: the parameters of the text."""
+    """Return the axis (0 time, 1 height, 2 width) of a head's angles, int64 [D / 2]. rotary: parameters of the text."""
     _, height, width = sections = rotary["mrope_section"]
     if not rotary.get("mrope_interleaved"):
         return torch.arange(3).repeat_interleave(torch.tensor(sections))
@@ -117,7 +117,7 @@ def _axes(rotary: dict[str, Any]) -> Tensor:
 
 
 def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The tower, and the rotary parameters of the text."""
+    """Return the tower, and the rotary parameters of the text."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""The files of pictures: which are read, and how they are decoded."""
+"""The files of pictures: accepted formats and sizes, and decoding."""
 
 import base64
 import io
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# The most pixels of a picture, decoded 96 MiB, and the most bytes of its file.
+# The most pixels of a picture (96 MiB when decoded), and the most bytes of its file.
 MAX_PIXELS, MAX_BYTES = 1 << 25, 1 << 25
 _ORIENTATION, _SIDEWAYS = 0x0112, range(5, 9)
 
 
 def size_of(content: bytes) -> tuple[int, int]:
-    """Width and height in pixels as `decode` gives them; nothing is decoded. Raises ValueError."""
+    """Return width and height in pixels as `decode` gives them, without decoding. Raises ValueError."""
     opened = _open(content)
     width, height = opened.size
-    turned = opened.format != "TIFF" and _orientation(opened) in _SIDEWAYS  # Pillow gives that of TIFF upright
+    turned = opened.format != "TIFF" and _orientation(opened) in _SIDEWAYS  # Pillow turns a TIFF upright itself
     return (height, width) if turned else (width, height)
 
 
 def decode(content: bytes) -> "Image":
-    """The picture in a file, in RGB and upright as its EXIF says. Of several frames it is the first; what is
-    transparent is white; of 16 bits the upper 8 count. Raises ValueError."""
+    """Return the picture in a file, in RGB and upright as its EXIF says. Only the first of several frames is read.
+    Transparent pixels become white. Of 16 bits the upper 8 are kept. Raises ValueError."""
     from PIL import Image, ImageOps
 
     picture = _open(content)
@@ -49,13 +49,13 @@ def decode(content: bytes) -> "Image":
 
 
 def part_of(content: bytes) -> dict[str, Any]:
-    """The part of a message that shows the picture in a file. Raises ValueError."""
+    """Return the part of a message that shows the picture in a file. Raises ValueError."""
     width, height = size_of(content)
     return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
 
 
 def thumbnail(content: bytes, side: int) -> str:
-    """A PNG of at most `side` x `side` pixels as a data URL. Raises ValueError."""
+    """Return the picture as a PNG of at most `side` x `side` pixels, in a data URL. Raises ValueError."""
     picture = decode(content)
     picture.thumbnail((side, side))
     picture.save(file := io.BytesIO(), "PNG")
@@ -81,6 +81,6 @@ def _open(content: bytes) -> "Image":
 def _orientation(picture: "Image") -> int:
     try:
         orientation = picture.getexif().get(_ORIENTATION, 1)
-    except Exception:  # EXIF that is damaged raises anything, and the picture can be read without it
+    except Exception:  # damaged EXIF raises anything, and the picture can be read without EXIF
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

@@ -1,4 +1,4 @@
-"""The pictures of a run, each once: a file named by its digest, which is its checksum."""
+"""The pictures of a run. A picture is stored once, in a file named by its digest. The digest is also the checksum."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,19 +14,19 @@ from areal.storage.disk import replace
 
 
 class PictureStore:
-    """The files in `folder`, which need not exist yet."""
+    """The picture files in `folder`. The first picture creates the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = Lock()
 
     def lacking(self, digests: Iterable[str]) -> list[str]:
-        """Those of which there is no file."""
+        """Return the digests without a file."""
         return [digest for digest in digests if not (self.folder / digest).exists()]
 
     def put_all(self, contents: Iterable[bytes]) -> None:
-        """Write the files of pictures that are not there yet. They are on disk when this returns. Several threads may
-        put the same ones. Raises OSError."""
+        """Write the pictures that have no file yet. All are on disk on return. Several threads may put the same
+        picture. Raises OSError."""
         with self._lock:
             for content in contents:
                 file = self.folder / digest_of(content)
@@ -35,7 +35,7 @@ class PictureStore:
                     replace(file, content)
 
     def get(self, digest: str) -> bytes:
-        """Raises UserError if the file is missing or damaged."""
+        """Return the file of a picture. Raises UserError if the file is missing or damaged."""
         file = self.folder / digest
         with explain(OSError, f"A picture of the run, {file}, cannot be read ({{why}}): copy it back."):
             content = file.read_bytes() if 0 < file.stat().st_size <= MAX_BYTES else b""  # a pipe has no size
@@ -44,7 +44,7 @@ class PictureStore:
         return content
 
     def check(self, trajectory: Trajectory, model: str) -> None:
-        """Raises ValueError if a picture is not stored, or has more or fewer placeholders than the model sees parts."""
+        """Raise ValueError if a picture is not stored, or has more or fewer placeholders than the model sees parts."""
         digests = digests_in(trajectory.pictures)
         if lacking := self.lacking(digests):
             raise ValueError(f"the picture {lacking[0]} is not stored")

@@ -1,4 +1,4 @@
-"""The pictures of a batch that is trained: where they stand among its tokens, and their patches."""
+"""The pictures of a training batch: their places among the tokens, and their patches."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,8 @@ from areal.samples.trajectory import Trajectory
 
 
 def pictures_in(column: np.ndarray | None, parts: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """Where the pictures of a sequence with this column `pictures` begin, and their digests. parts: in how many parts
-    the model sees each. Raises ValueError if it has more or fewer placeholders."""
+    """Return the first places and the digests of the pictures in a sequence's column `pictures`. parts: the number of
+    parts of a picture, by digest. Raises ValueError if a picture has more or fewer placeholders than parts."""
     places, starts, names = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[str]()
     while column is not None and len(places):
         name = column[places[0]].tobytes().hex()
@@ -23,9 +23,13 @@ def pictures_in(column: np.ndarray | None, parts: Mapping[str, int]) -> tuple[li
 
 
 def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
-    """The positions of a sequence in time, height and width, int64 [3, length]: those of a picture's parts count from
-    the position after the token before it, and the next token has the position after the largest of these
-    (arXiv 2409.12191, section 2.1)."""
+    """Return the positions of a sequence in time, height and width, int64 [3, length] (arXiv 2409.12191, section 2.1).
+    A picture's parts count from the position after the preceding token; the next token follows the largest position.
+
+    >>> picture = Picture("digest", np.zeros((2, 3)), grid=(1, 1, 2), parts=(1, 1, 2))
+    >>> positions_of(4, [1], [picture]).tolist()
+    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
+    """
     columns, begin, position = [], 0, 0
     for start, picture in zip(starts, pictures, strict=False):
         columns.append(np.broadcast_to(np.arange(start - begin) + position, (3, start - begin)))
@@ -39,13 +43,10 @@ def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]
 def inputs_of(
     sequences: Sequence[Trajectory], pictures: Mapping[str, Picture]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The inputs of `FlatBatch` that have to do with pictures, by name, and its `pictures`.
-
-    The inputs: `pictures`, `parts`: int32 [T], the number of the picture that a token is a placeholder of, -1: of none,
-    and of which of its parts. `places`: int32 [T, 3], as of `positions_of`. The pictures: `patches`, `grids`: float32
-    [patches of all, D] and int32 [K, 3], of the K pictures, as in `Picture`. Raises ValueError for tokens that do not
-    stand for their pictures.
-    """
+    """Return the inputs of `FlatBatch` for pictures, and its `pictures`. Inputs: `pictures` and `parts`, int32 [T], are
+    the numbers of the picture and its part at a placeholder, -1 at other tokens; `places`, int32 [T, 3], are positions.
+    Pictures: `patches`, float32 [patches of all, D], and `grids`, int32 [K, 3], of K pictures, as in `Picture`. Raises
+    ValueError if tokens do not stand for their pictures."""
     of_pictures = {
         "patches": np.concatenate([picture.patches for picture in pictures.values()]),
         "grids": np.array([picture.grid for picture in pictures.values()], np.int32),

@@ -1,9 +1,9 @@
 """Rows with pictures, in the forms of published data sets.
 
-Pictures are in the fields `image` or `images`, or in MathVista's `decoded_image`, whose `image` names a file that the
-hub does not have: bytes, as the hub's `Image` feature stores them, data URLs, paths; or in the parts of messages
-themselves. They stand where the prompt has a part of this kind or the text `<image>`, and else before the first text of
-the user.
+Pictures are in the field `image` or `images`, in MathVista's `decoded_image` (its `image` names a file that the hub
+lacks), or in parts of messages. A picture is bytes, as the hub's `Image` feature stores them, a data URL or a path.
+Pictures from fields stand at the prompt's parts for pictures or texts `<image>`, else before the first text of the
+user.
 """
 
 import base64
@@ -19,7 +19,7 @@ from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt, has_parts, prom
 from areal.extensions.pictures.picture_files import MAX_BYTES, decode, part_of
 from areal.samples.pictures import FIELDS
 
-# What has the picture in an object, as the hub, verl and the protocols of agents write it.
+# Keys under which an object holds a picture, as the hub, verl and the protocols of agents write them.
 _KEYS = ("bytes", "path", "image", "url")
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _DATA_URL = re.compile(r"data:image(/[\w.+-]+)?;base64,")
@@ -27,7 +27,7 @@ Part = dict[str, Any]
 
 
 def _in_fields(raw: Mapping[str, Any]) -> list[Any]:
-    """The pictures in the fields of a row, as they are written."""
+    """Return the pictures in the fields of a row, as written."""
     for name in FIELDS:
         value = raw.get(name)
         values = value if isinstance(value, list) else [value]
@@ -45,8 +45,8 @@ def _is_picture(value: Any) -> bool:
 
 
 def place(prompt: Prompt, raw: Mapping[str, Any], folder: Path, where: str) -> tuple[Prompt, tuple[bytes, ...]]:
-    """The prompt of the row `raw` as messages in which each picture is a part with its `digest`, `width` and `height`,
-    and the files; the prompt itself if the row has no picture. folder: for paths. Raises UserError."""
+    """Return the prompt of the row `raw` as messages, with pictures as parts with `digest`, `width` and `height`, and
+    the pictures' files. A prompt without pictures stays as written. folder: base of paths. Raises UserError."""
     values = _in_fields(raw)
     if not values and not has_parts(prompt):
         return prompt, ()
@@ -76,7 +76,7 @@ def place(prompt: Prompt, raw: Mapping[str, Any], folder: Path, where: str) -> t
 
 
 def flaw_of(row: Mapping[str, Any], folder: Path) -> str | None:
-    """What is wrong with the pictures of a row, which are decoded. folder: for paths."""
+    """Return an error of the row's pictures, after decoding them, or None. folder: base of paths."""
     prompt = prompt_or_none(row.get("prompt") or "?")
     try:
         for content in () if prompt is None else place(prompt, row, folder, "the row")[1]:
@@ -87,7 +87,7 @@ def flaw_of(row: Mapping[str, Any], folder: Path) -> str | None:
 
 
 def _marked(messages: Sequence[Part], count: int) -> list[Part]:
-    """The messages with parts where their texts have marks, of which there are `count` if none is written."""
+    """Return the messages with a part at each mark; without a mark, `count` parts go before the user's first text."""
     if not count or has_parts(list(messages)):
         return list(messages)
     if not any(PICTURE_MARK in message["content"] for message in messages):
@@ -107,14 +107,14 @@ def _split(text: str) -> str | list[Part]:
 
 
 def _own(part: Part) -> Iterator[Any]:
-    """The picture that a part has itself."""
+    """Yield the picture that a part itself holds."""
     for name in (*PICTURE_PARTS, "url", "path", "bytes"):
         if (value := part.get(name)) is not None:
             yield value.get("url", value) if isinstance(value, Mapping) else value
 
 
 def from_url(value: str) -> bytes | None:
-    """The file in a data URL; None if it is none. Raises ValueError."""
+    """Return the file in a data URL, or None for any other text. Raises ValueError."""
     if not (url := _DATA_URL.match(value)):
         return None
     with explain(binascii.Error, "its data URL is not base64: {why}", ValueError):
@@ -122,7 +122,7 @@ def from_url(value: str) -> bytes | None:
 
 
 def _read(value: Any, folder: Path) -> bytes:
-    """The file of a picture. Raises OSError and ValueError."""
+    """Return the file of a picture. Raises OSError and ValueError."""
     while isinstance(value, Mapping):
         value = next((value[key] for key in _KEYS if value.get(key)), None)
     if isinstance(value, bytes):

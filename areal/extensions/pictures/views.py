@@ -1,4 +1,4 @@
-"""The pictures that a process has looked at: a processor takes a second for a large one."""
+"""The pictures that a process has looked at, kept because a processor takes a second for a large picture."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -11,13 +11,13 @@ from areal.extensions.pictures.picture_store import PictureStore
 from areal.extensions.pictures.vision import Picture, sight_of
 from areal.samples.pictures import digest_of
 
-# Of the patches that `Views` keeps. Those of the largest picture of Qwen2.5-VL are 24 MiB.
+# Bytes of patches that `Views` keeps. The largest picture of Qwen2.5-VL has 24 MiB of patches.
 VIEWED_BYTES = 1 << 28
 
 
 class Views:
-    """The latest pictures that the processor of the model in the folder `model` has looked at, up to `limit` bytes, at
-    least one. Threadsafe."""
+    """The latest pictures that the processor of the model in the folder `model` has looked at: at most `limit` bytes,
+    but at least one picture. Threadsafe."""
 
     def __init__(self, model: str, limit: int = VIEWED_BYTES) -> None:
         self._model, self._limit, self._size = model, limit, 0
@@ -31,14 +31,14 @@ class Views:
             return self._pictures.get(name)
 
     def look(self, content: bytes) -> tuple[str, Picture | Exception]:
-        """The digest of a picture, and what the engine gets of it, or why it cannot."""
+        """Return the digest of a picture, and the picture as the engine takes it or the error."""
         try:
             return digest_of(content), self._look(content)
         except (UserError, ValueError) as error:
             return digest_of(content), error
 
     def look_all(self, names: Iterable[str], folder: Path, look_ends: Callable[[], None]) -> dict[str, Picture]:
-        """The pictures of these names, which are stored in `folder`. look_ends: called after each."""
+        """Return the pictures stored in `folder` under these names. look_ends: called after each picture."""
         store = PictureStore(folder)
 
         def look(name: str) -> Picture:

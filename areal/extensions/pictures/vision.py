@@ -1,7 +1,7 @@
-"""How a model sees: how many tokens a picture takes, where they stand, and at which positions.
+"""How a model sees: the number of tokens of a picture, their places and their positions.
 
 A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
-each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
+the part, and the vector replaces the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
 import json
@@ -21,15 +21,15 @@ from areal.models import SEEING, packages_of_vision
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import DIGEST_BYTES
 
-# The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
+# Names and defaults of a processor's sizes, and of the sizes of SmolVLM's tower.
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 SQUARE = {"image_size": 224, "patch_size": 32}
 PLACEHOLDER = "<|image_pad|>"
 
 
 class Picture(NamedTuple):
-    """What the tower gets of a picture. name: its digest. patches: float32 [P, D]. grid: how many patches there are in
-    time, in height and in width. parts: the same of the vectors that the tower gives, of which there are `tokens`."""
+    """A picture as the tower takes it. name: the digest. patches: float32 [P, D]. grid, parts: numbers of patches, and
+    of vectors from the tower, in time, height and width. `tokens`: the number of vectors."""
 
     name: str
     patches: np.ndarray
@@ -43,7 +43,7 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """How the model in `folder` sees. token: the placeholder's id. sizes: of its processor, by the names in SIZES."""
+    """How the model in `folder` sees. token: the placeholder's id. sizes: the processor's, by the names in SIZES."""
 
     folder: str
     token: int
@@ -51,7 +51,7 @@ class Sight:
     placeholder: ClassVar[str] = PLACEHOLDER
 
     def tokens(self, width: int, height: int) -> int:
-        """How many placeholders a picture of this size takes. Raises ValueError."""
+        """Return the number of placeholders for a picture of this size in pixels. Raises ValueError."""
         unit = self.sizes["patch_size"] * self.sizes["merge_size"]
         if max(width, height) > 200 * min(width, height):
             raise ValueError(f"a picture of {width} x {height} pixels is too narrow for the model")
@@ -66,19 +66,19 @@ class Sight:
         return rows // unit * (columns // unit)
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
-        """The text of a chat with as many placeholders for each picture as it takes. Raises ValueError if the chat
-        template does not write one for each."""
+        """Return the text of a chat with a placeholder for each part of the pictures. Raises ValueError if the chat
+        template does not write exactly one placeholder for a picture."""
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(sizes):
             raise ValueError(f"the text of the chat has {len(parts) - 1} placeholders for {len(sizes)} pictures")
         return parts[0] + "".join(self._text(*size) + part for size, part in zip(sizes, parts[1:], strict=True))
 
     def _text(self, width: int, height: int) -> str:
-        """What stands for a picture of this size."""
+        """Return the text that stands for a picture of this size."""
         return self.placeholder * self.tokens(width, height)
 
     def look(self, content: bytes) -> Picture:
-        """What the model's own processor makes of a picture. Raises ValueError."""
+        """Return the output of the model's own processor for a picture. Raises ValueError."""
         features = self._processor(images=[decode(content)], return_tensors="np")
         time, height, width = (int(count) for count in features["image_grid_thw"][0])
         merge = self.sizes["merge_size"]
@@ -92,12 +92,12 @@ class Sight:
         return Qwen2VLImageProcessorPil.from_pretrained(self.folder)
 
     def features(self, picture: Picture) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """What vLLM's model takes of a picture: by its patches, and of the whole."""
+        """Return a picture as vLLM's model takes it: arrays by patch, and arrays of the whole picture."""
         return {"pixel_values": picture.patches}, {"image_grid_thw": np.array(picture.grid)}
 
     def column(self, tokens: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-        """The column `pictures` of the tokens of a prompt, whose first placeholders stand for the pictures that these
-        parts of messages show; None if it has no placeholder. Raises ValueError if they do not."""
+        """Return the column `pictures` of a prompt's tokens, or None without a placeholder. parts: message parts with
+        the pictures at the first placeholders. Raises ValueError if placeholders and pictures do not fit."""
         runs = self._runs(tokens, [self.tokens(part["width"], part["height"]) for part in parts])
         column = np.zeros((len(tokens), DIGEST_BYTES), np.uint8)
         for run, part in zip(runs, parts, strict=False):
@@ -105,14 +105,13 @@ class Sight:
         return column if runs else None
 
     def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
-        """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
-        placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
-        placeholders do not stand for these pictures."""
+        """Return the first place of each picture's placeholders, int [n]; empty without placeholders. Placeholders
+        after the last picture are ordinary tokens. Raises ValueError if they do not fit the pictures."""
         return [int(run[0]) for run in self._runs(np.asarray(tokens), [picture.tokens for picture in pictures])]
 
     def _runs(self, tokens: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-        """The places of the placeholders of each picture, int [count]; none if there is no placeholder. counts: in how
-        many parts each picture is seen. Raises ValueError if the first placeholders do not stand for these pictures."""
+        """Return the places of each picture's placeholders, int [count]; empty without placeholders. counts: parts of
+        each picture. Raises ValueError if the first placeholders do not fit the pictures."""
         places, end, runs = np.flatnonzero(tokens == self.token), 0, list[np.ndarray]()
         for count in counts if len(places) else ():
             run, end = places[end : end + count], end + count
@@ -123,7 +122,7 @@ class Sight:
 
 
 class SquareSight(Sight):
-    """How SmolVLM sees: a picture as one square, whose side is "image_size" in `sizes`, of "tokens" parts."""
+    """How SmolVLM sees: a picture is a square. `sizes` has its side `image_size` and the number of parts `tokens`."""
 
     placeholder = "<image>"
 
@@ -152,7 +151,7 @@ class SquareSight(Sight):
 
 
 def check_pictures(config: Config) -> None:
-    """Raises UserError if prompts of the run may not have pictures."""
+    """Raise UserError if prompts of the run may not have pictures."""
     sight_of(config.model)
     trainer = config.trainer
     blind = {
@@ -168,7 +167,7 @@ def check_pictures(config: Config) -> None:
 
 @lru_cache(maxsize=8)
 def sight_of(folder: str) -> Sight:
-    """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
+    """Return how the model in `folder` sees. Raises UserError if the model does not see, or sees in an unknown way."""
     config = _read(Path(folder) / "config.json")
     if not packages_of_vision(Path(folder)):
         raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
