@@ -1,1 +1,1 @@
-"""`areal score`: what rewards give to completions in a file, and whether rows of a file can be trained on."""
+"""`areal score`: scores completions in a file with rewards, and checks rows before a run. Read score.py first."""

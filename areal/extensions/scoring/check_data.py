@@ -1,17 +1,17 @@
 """Checks the rows of a data set before a run: `areal score --check-data`.
 
-A row is good if what computes nothing does not get the full score, and if the row's own solution does, if it has one.
-For `code`, the former are programs whose functions return None, [], 0, their first argument and so on
-(`areal.extensions.programs.code_rows.TRIVIAL`); the solutions are those of `solutions_of` there. For rewards that
-compare with the row's `answer`, the former is an empty completion, and the solution is the answer.
+A row is good if a completion that computes nothing does not get the full score, and the row's own solution, if any,
+does. For `code`, such completions are programs whose functions return None, [], 0, their first argument and so on
+(`areal.extensions.programs.code_rows.TRIVIAL`), and `solutions_of` there has the solutions. For rewards that compare
+with the row's `answer`, the completion is empty, and the solution is the answer.
 
-Each line of the output is the result of one line of the input, in the same order:
+Line n of the output is the result of line n of the input:
 
     {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed",
      "inside": false}
 
-`status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
-none. `inside`: its tests run beside the program, which can forge their verdict (areal docs sandbox).
+`status` is `ok` or `bad`; a bad row has a `reason`. `solution` is `passed`, `failed`, or null without a solution.
+`inside`: tests of the row run beside the program, and the program can forge the verdict (areal docs sandbox).
 """
 
 import os
@@ -36,12 +36,12 @@ from areal.rewards.worker_processes import RewardFailed
 from areal.samples.pictures import FIELDS, find
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
-# How many bad rows are shown on the console; the output has all.
+# The most bad rows that are shown on the console. The output has all bad rows.
 SHOWN = 20
 
 
 def check_file(config: ScoringConfig, file: Path, output: Path | None, console: Console) -> bool:
-    """Checks all rows of a .jsonl file with the reward in `config.reward`. True if all are good. Raises UserError."""
+    """Return whether all rows of a .jsonl file are good for the reward in `config.reward`. Raises UserError."""
     names = list(config.reward.functions)
     if len(names) != 1 or names[0] not in {"code", *WITH_ANSWERS}:
         raise UserError(
@@ -75,8 +75,8 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
 def _print_settings(
     config: ScoringConfig, rows: Sequence[Line], results: Sequence[dict[str, Any]], check: Judge, console: Console
 ) -> None:
-    """How many rows each setting of sandbox.tests takes, and which to choose. Rows that are refused outside are checked
-    again."""
+    """Print how many rows each setting of sandbox.tests takes, and the setting to choose. Rows refused outside are
+    checked again inside."""
     good = Counter(result["inside"] for result in results if result["status"] == "ok")
     outside, inside = good[False], good[True]
     refused = [
@@ -124,7 +124,7 @@ async def _check(folder: Path, pool: RewardPool, config: ScoringConfig, row: dic
 
 
 def _flaw_of_pictures(row: dict[str, Any], folder: Path) -> str | None:
-    """What is wrong with the pictures of a row, whose paths begin at `folder`. They are decoded. Raises UserError."""
+    """Return an error of a row's pictures, or None. Paths begin at `folder`. Pictures are decoded. Raises UserError."""
     if not isinstance(row.get("prompt"), list) and not any(row.get(name) for name in FIELDS):
         return None
     flaw: str | None = find("flaw")(row, folder)
@@ -132,12 +132,12 @@ def _flaw_of_pictures(row: dict[str, Any], folder: Path) -> str | None:
 
 
 def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:
-    """Completions that compute nothing, by what is so in them. Raises RewardError."""
+    """Return completions that compute nothing, by a description of the completion. Raises RewardError."""
     return code_rows.read_tests(row).trivial_programs() if name == "code" else {"the completion is empty": ""}
 
 
 def _solutions(name: str, row: dict[str, Any]) -> list[str]:
-    """Completions that should get the full score. Raises RewardError."""
+    """Return completions that should get the full score. Raises RewardError."""
     if name == "code":
         return code_rows.solutions_of(row)
     answers = row.get("answer")
@@ -146,7 +146,7 @@ def _solutions(name: str, row: dict[str, Any]) -> list[str]:
 
 
 async def _failure(pool: RewardPool, name: str, prompt: str, solutions: list[str], row: dict[str, Any]) -> str:
-    """What the last of the solutions got, if none gets the full score; else empty."""
+    """Return the result of the last solution if no solution gets the full score; else an empty text."""
     reason = ""
     for solution in solutions:
         try:

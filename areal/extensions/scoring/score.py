@@ -1,12 +1,12 @@
-"""Scores existing completions in the same way as a run: `areal score`.
+"""Scores existing completions exactly as a run does: `areal score`.
 
-Each line of the input is an object with `prompt`, `completion`, and the fields that the reward needs (`answer`,
-`tests`, ...). If a row has no completion but a `canonical_solution`, as in HumanEval, that is scored. Each line of the
-output is the result of one line of the input, in the same order:
+A line of the input is an object with `prompt`, `completion`, and the fields that the reward needs (`answer`, `tests`,
+...). A row without a completion is scored with its `canonical_solution`, as in HumanEval. Line n of the output is the
+result of line n of the input:
 
     {"line": 1, "score": 1.0, "status": "ok", "seconds": 0.002, "parts": {}}
 
-`status` is `ok`, or the kind of failure (areal.rewards.pool.RewardFailed); then there is also a `reason`.
+`status` is `ok`, or the kind of failure (areal.rewards.pool.RewardFailed) with a `reason`.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str
 
 
 def score_file(config: ScoringConfig, file: Path, output: Path | None, console: Console) -> bool:
-    """Score all rows of a .jsonl file with the weighted sum of the rewards in `config.reward`, and show progress and a
-    summary on the console. False if none could be scored. Raises UserError before anything is scored if a row is not
-    usable."""
+    """Score all rows of a .jsonl file with the weighted sum of the rewards in `config.reward`. Progress and a summary
+    go to the console. Return False if no row could be scored. Raises UserError before scoring if a row is not usable.
+    """
     rows = _read(file)
     results, seconds = judge_rows(config, rows, output, console, "scoring", _score)
     scores = [result["score"] for result in results if result["status"] == "ok"]
@@ -53,8 +53,8 @@ def score_file(config: ScoringConfig, file: Path, output: Path | None, console: 
 def judge_rows(
     config: ScoringConfig, rows: Sequence[Line], output: Path | None, console: Console, what: str, judge: Judge
 ) -> tuple[list[dict[str, Any]], float]:
-    """The result of `judge` for each row, with its line, and the seconds that all took. The results are written to
-    `output`, or printed, in the order of the rows. Raises UserError if they cannot be written."""
+    """Return the result of `judge` for each row, with the row's line, and the seconds in all. Results are written to
+    `output`, or printed, in the order of the rows. Raises UserError if `output` cannot be written."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with explain(OSError, f"{output} cannot be written ({{strerror}}): name another --output."):
         opened = nullcontext(sys.stdout) if output is None else output.open("w")
@@ -64,7 +64,7 @@ def judge_rows(
 
 
 def read_rows(file: Path) -> list[Line]:
-    """The rows of a file with their lines. Raises UserError."""
+    """Return the rows of a file with their lines. Raises UserError."""
     rows = list(read_file(file, f"--input {file}"))
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
@@ -93,7 +93,7 @@ def _read(file: Path) -> list[Line]:
 async def _judge_all(
     config: ScoringConfig, rows: Sequence[Line], output: TextIO, judge: Judge, judged: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], float]:
-    """The results, and the seconds that they took. A result is written once all results before it are written."""
+    """Return the results, and the seconds in all. A result is written once all earlier results are written."""
     async with RewardPool(list(config.reward.functions), config.served_rewards) as pool:
         began = time.monotonic()
         # At most as many calls as run at once: `seconds` of a call would otherwise include the time in the queue.
