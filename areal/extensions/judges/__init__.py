@@ -1,1 +1,1 @@
-"""Rewards that a model gives: a judge whose verdict is read, and a reward model behind an address of vLLM."""
+"""Rewards that a model gives: a judge with a verdict (judge.py), and a reward model behind an address of vLLM."""

@@ -13,12 +13,12 @@ from areal.rewards.result import Result, RewardError
 
 
 class RewardModel:
-    """url, model: where it is (such as http://host:8000), and its name there. chat: the prompt and the completion are a
-    chat in the template of the reward model; else one text. output: the number of the output that is the score, if the
-    model has several. activation: outputs are those after the model's sigmoid or softmax, which are from 0 to 1; by
-    default they are raw. retries: of a request, on top of `reward.retries`. api_key: by default OPENAI_API_KEY."""
+    """url, model: the address (such as http://host:8000), and the model's name there. chat: the prompt and the
+    completion are a chat in the template of the reward model; else one text. output: the number of the scoring output,
+    if the model has several. activation: score after the model's sigmoid or softmax, from 0 to 1; by default the raw
+    output. retries: of a request, on top of `reward.retries`. api_key: by default OPENAI_API_KEY."""
 
-    deterministic = False  # what else is in its batch changes the last digits
+    deterministic = False  # the rest of a batch changes the last digits
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RewardModel:
         self._client = client_of(url, api_key, retries)
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
-        """The model's output, and as the part `tokens` how many it read. Raises RewardError."""
+        """Return the model's output. The part `tokens` is the number of tokens read. Raises RewardError."""
         from openai import OpenAIError
 
         read = {"messages": chat_of(prompt, completion, row)} if self._chat else {"input": prompt + completion}

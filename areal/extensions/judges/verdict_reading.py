@@ -1,8 +1,7 @@
 """Reads the verdict of a judge in its answer: a number, a choice, or a field of JSON.
 
-A line that has nothing but a verdict counts, and its last one if there are several; so does what follows `Score:` or
-another name of a verdict at the beginning of a line. Without such a line, the answer has to end with a number or a
-choice, or have only one. An answer that can be read in two ways has no verdict: None.
+A verdict is alone in a line, or follows `Score:` or the like at the beginning of a line. The last such line counts.
+Without such a line, the answer has to end with a number or a choice, or have only one. An ambiguous answer has none.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Any
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _NAME = r"(?:(?:my|the|final|overall|total)\s+)*(?:score|verdict|rating|grade|mark|judge?ment|answer|final)"
-_MARKS = r"(?:[^\w\n]|_)*"  # of one line: each line is looked at by itself
+_MARKS = r"(?:[^\w\n]|_)*"  # no line break: each line is matched by itself
 _BEGIN = rf"^{_MARKS}(?:{_NAME}\b[\W_]*(?:is\b[\W_]*)?)"
 _DIGITS = r"(?<![\w.,-])(-?\d+(?:[.,]\d+)?(?:[eE]\d+)?)(?![\w%]|\s*%|[.,]\d|-\d)"
 # In 8/10 or "8 out of 10" the first number is the verdict.
@@ -25,7 +24,11 @@ _NEGATED = re.compile(r"(?:\b(?:not|no|never|neither|nor|cannot)|n['’]t)\s+(?:
 
 
 def number_in(text: str) -> float | None:
-    """The number that an answer gives as its verdict."""
+    """Return the number that an answer gives as its verdict, or None.
+
+    >>> number_in("Two of 3 steps are right, so 8/10.")
+    8.0
+    """
     text = _THINKING.sub("", text)
     numbers = _NUMBER_LINE.findall(text)[-1:] or _LAST_NUMBER.findall(text)
     numbers = numbers or list(dict.fromkeys(_ANY_NUMBER.findall(text)))
@@ -33,7 +36,7 @@ def number_in(text: str) -> float | None:
 
 
 def choice_in(text: str, choices: Iterable[str]) -> str | None:
-    """The choice that an answer gives as its verdict. In a line of its own a choice may be in any case."""
+    """Return the choice that an answer gives as its verdict, or None. A choice in its own line may be in any case."""
     text = _THINKING.sub("", text)
     by_name = {choice.casefold(): choice for choice in choices}
     words = "|".join(sorted(map(re.escape, choices), key=len, reverse=True))
@@ -49,13 +52,13 @@ def choice_in(text: str, choices: Iterable[str]) -> str | None:
 
 
 def field_in(text: str, field: str) -> Any:
-    """The value of a field in the last object that stands in an answer by itself, not in another object. None: none."""
+    """Return the value of a field in the last object of an answer that is not part of another object, or None."""
     text, start, value = _THINKING.sub("", text).rstrip(), 0, None
     while (start := text.find("{", start)) >= 0:
         try:
             read, start = json.JSONDecoder().raw_decode(text, start)
         except json.JSONDecodeError as error:
-            if error.pos >= len(text):  # it is cut: what it has in it is no verdict
+            if error.pos >= len(text):  # a cut object has no verdict
                 return None
             start += 1
             continue
@@ -66,7 +69,7 @@ def field_in(text: str, field: str) -> Any:
 
 
 def number_of(text: str) -> float | None:
-    """The number that a text is, or its share of another number: "8", "8/10"."""
+    """Return 8.0 for the text "8" or "8/10", and None for a text that is not just a number or a share."""
     match = _ANY_NUMBER.fullmatch(text.strip())
     return float(match[1].replace(",", ".")) if match else None
 
