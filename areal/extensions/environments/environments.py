@@ -1,13 +1,13 @@
-"""Environments in which a policy acts turn by turn, in the style of Gym. With the workflow `environment`.
+"""Environments in which a policy acts turn by turn, in the style of Gym, for the workflow `environment`.
 
     class MyEnvironment:
         async def reset(self, row: Row) -> Prompt: ...
         async def step(self, action: str) -> tuple[str, float, bool]: ...
 
-The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
-`environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
-`gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves,
-`docker:IMAGE`, `podman:IMAGE`, `bubble`, `http://HOST` and `sandbox:package.module:function` a sandbox.
+The name of this environment is `package.module:MyEnvironment`. A sample has its own object, made with
+`environment_options`. An async `close` is called at the end, also after an error. Names of other environments:
+`gymnasium:ID` (Gymnasium library), `openenv:URL` (OpenEnv server), and the sandboxes `docker:IMAGE`, `podman:IMAGE`,
+`bubble`, `http://HOST` and `sandbox:package.module:function`.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ class Environment(Protocol):
     """The state of one sample."""
 
     async def reset(self, row: Row) -> Prompt:
-        """Begin the sample. Returns what the policy sees first."""
+        """Begin the sample. Return the policy's first prompt."""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """What the policy sees next (unused after the last step), the step's reward, and whether it was the last."""
+        """Return the next observation (unused after the last step), the step's reward, and whether it was the last."""
 
 
 class ColumnAddition:
     """The quickstart's addition (areal.data.addition), one column per turn: the policy has to remember the carry.
 
-    For each column it sees `label, digit, digit, =` and writes `label, digit, digit, carry, sum`. A correct answer
+    In a turn the policy sees `label, digit, digit, =` and writes `label, digit, digit, carry, sum`. A correct answer
     gives the reward 1 / columns and the next column; a wrong answer ends the sample.
     """
 
@@ -62,7 +62,7 @@ class ColumnAddition:
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment `name`: of the table, or `package.module:Class`. Raises UserError."""
+    """Return a factory of the environment `name`: a name of the table, or `package.module:Class`. Raises UserError."""
     prefix, _, outside_name = name.partition(":")
     if outside_name and (entry := extensions.entry("environment", f"{prefix}:")):
         make: Any = functools.partial(entry.load(), outside_name)
@@ -87,14 +87,14 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
-    """Try whether the environment of these options can be made, and have it rehearse. Raises UserError."""
+    """Make the environment of these options, and have it rehearse. Raises UserError if that fails."""
     world = resolve(options["environment"], options.get("environment_options") or {})()
     if hasattr(world, "rehearse"):
         world.rehearse(sandbox)
 
 
 def examine(options: Mapping[str, Any], rows: Iterator[Row]) -> None:
-    """Have the environment of these options look at rows, if it does that. It prints notes."""
+    """Have the environment of these options look at rows, if it has `examine`. The environment prints notes."""
     world = resolve(options["environment"], options.get("environment_options") or {})()
     if hasattr(world, "examine"):
         world.examine(rows)
@@ -102,8 +102,8 @@ def examine(options: Mapping[str, Any], rows: Iterator[Row]) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(name: str, options: Mapping[str, Any], session: Session) -> AsyncIterator[Environment]:
-    """A new environment, closed at the end of the block. An environment with an attribute `sandboxes` gets the owner of
-    sandboxes there."""
+    """Open a new environment, and close it at the end of the block. An environment with an attribute `sandboxes` gets
+    the owner of sandboxes there."""
     world = resolve(name, options)()
     if hasattr(world, "sandboxes"):
         world.sandboxes = session.sandboxes
@@ -123,9 +123,9 @@ async def environment(
     environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 8,
 ) -> Trajectory:
-    """The policy acts in an environment until it is done, or for `max_turns` turns. The
-    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`). An environment
-    with an async `judge` gives the last turn its reward where the turns ended before the environment did."""
+    """Let the policy act in an environment until the environment ends, or for `max_turns` turns. The reward is the sum
+    of all steps' rewards; a turn has the reward of its step (`reward.credit`). If the turns end first, an async `judge`
+    of the environment gives the last turn its reward."""
     async with opened(environment, environment_options or {}, session) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row), row.tools)
         async for action in turns(session, talk, messages, max_turns):

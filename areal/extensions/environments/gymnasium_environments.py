@@ -1,4 +1,4 @@
-"""Runs environments of the Gymnasium library as the workflow `environment` wants them: `environment: gymnasium:ID`."""
+"""Runs environments of the Gymnasium library in the workflow `environment`: `environment: gymnasium:ID`."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,12 @@ _INTEGER = re.compile(r"(?<!\d)-?\d+")
 
 
 class GymnasiumEnvironment:
-    """One episode. It has a thread of its own: steps may block, and some environments are bound to one thread.
+    """One episode, in a thread of its own: steps may block, and some environments are bound to one thread.
 
-    action: `package.module:function`, which makes an action of the policy's text, or None if there is none in it.
-    Without it, the text itself is the action if the environment takes texts, and the last number in it if the
-    environment takes numbers. unparsed_reward: the reward for a text without an action that the environment takes; the
-    environment does not see it. timeout_seconds: the most that a reset or a step may take. options: for
-    `gymnasium.make`.
+    action: `package.module:function`, which makes an action of the policy's text, or None for a text without an action.
+    By default the action is the text if the environment takes texts, and the last number in the text if the environment
+    takes numbers. unparsed_reward: the reward for a text without a valid action; the environment does not see the text.
+    timeout_seconds: the most that a reset or a step may take. options: arguments of `gymnasium.make`.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class GymnasiumEnvironment:
         self._thread = ThreadPoolExecutor(1, f"gymnasium:{id}")
 
     def rehearse(self, sandbox: SandboxConfig) -> None:
-        """Make the environment, once. Raises UserError if that fails, or if it is not clear how to act in it."""
+        """Make the environment, once. Raises UserError if that fails, or if the environment needs an `action`."""
         named = f"The environment 'gymnasium:{self._id}'"
         try:
             world = _make(self._id, self._options)
@@ -51,7 +50,7 @@ class GymnasiumEnvironment:
             raise UserError(
                 f"{named} is not installed ({error}): pip install 'gymnasium==1.4.0' or its package."
             ) from None
-        except Exception as error:  # this runs the environment's own code, which may raise anything
+        except Exception as error:  # the environment's own code may raise anything
             raise UserError(f"{named} cannot be made with these environment_options: {error}.") from error
         space = world.action_space
         world.close()
@@ -62,11 +61,11 @@ class GymnasiumEnvironment:
             )
 
     async def reset(self, row: Row) -> Prompt:
-        """The row's prompt and the first observation. The row's field `seed`, or else its index, is the seed."""
+        """Return the row's prompt and the first observation. The row's field `seed`, or else its index, is the seed."""
         return extended(row.prompt, await self._run(self._begin, seed_of(row)))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Raises TimeoutError, and what the environment raises."""
+        """Act as the text says. Raises TimeoutError, and the environment's own errors."""
         return await self._run(self._act, action)
 
     async def close(self) -> None:

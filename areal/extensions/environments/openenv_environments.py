@@ -1,7 +1,7 @@
 """Plays environments that an OpenEnv server (0.10) serves: `environment: openenv:URL`.
 
-It speaks the server's protocol, JSON over a WebSocket, itself: the `openenv` package and vLLM need different versions
-of the MCP library, so that both cannot be installed together.
+This module speaks the server's protocol, JSON over a WebSocket, itself: the `openenv` package and vLLM need different
+versions of the MCP library and cannot be installed together.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ MESSAGE_BYTES = 64 << 20
 
 
 class ActionRefused(Exception):
-    """The server does not take an action. The episode goes on."""
+    """The server refuses an action. The episode goes on."""
 
 
 class OpenEnvEnvironment:
     """One episode, in a session of its own with the server.
 
     action: the field of an action that takes the policy's text, or `package.module:function`, which makes an action, a
-    dict, of that text, or None if there is none in it. observation: the field of an observation that the policy sees;
-    without it, the policy sees the whole observation as JSON. unparsed_reward: the reward for a text without an action
-    that the server takes. timeout_seconds: the most that a reset or a step may take.
+    dict, of the text, or None for a text without an action. observation: the field of an observation that the policy
+    sees; by default the whole observation as JSON. unparsed_reward: the reward for a text without an action that the
+    server takes. timeout_seconds: the most that a reset or a step may take.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpenEnvEnvironment:
         self._http: Any = None
 
     def rehearse(self, sandbox: SandboxConfig) -> None:
-        """Ask the server what its actions are. Raises UserError if there is no server, or no such field."""
+        """Ask the server for the fields of actions. Raises UserError without an answer, or if `action` is no field."""
         try:
             with urllib.request.urlopen(f"{self._url}/schema", timeout=self._timeout) as answer:
                 fields = json.load(answer)["action"]["properties"]
@@ -64,9 +64,9 @@ class OpenEnvEnvironment:
             )
 
     async def reset(self, row: Row) -> Prompt:
-        """The row's prompt and the first observation. The row's field `seed`, or else its index, is the seed; what its
-        field `reset` holds is passed on as well."""
-        import aiohttp  # a library for the web, which few runs need
+        """Return the row's prompt and the first observation. The server gets the seed (the row's field `seed`, or else
+        its index) and the content of the row's field `reset`."""
+        import aiohttp  # a web library, which few runs need
 
         self._http = aiohttp.ClientSession()
         async with self._deadline():
@@ -75,7 +75,7 @@ class OpenEnvEnvironment:
         return extended(row.prompt, self._shown(begun))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Raises RuntimeError if the server tells an error, OSError if it is lost, TimeoutError."""
+        """Act as the text says. Raises RuntimeError for an error there, OSError if the server is lost, TimeoutError."""
         data = self._own_action(action) if self._own_action else {self._action: action}
         try:
             response = await self._ask("step", data)

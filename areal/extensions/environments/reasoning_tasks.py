@@ -26,13 +26,13 @@ from areal.data.rows import Row, without
 from areal.data.sources import derived_seed, with_first_row
 from areal.rewards.result import RewardError
 
-# The library makes data sets of a fixed size. This is its default, which every task supports.
+# Entries in a data set of the library: its default, which every task supports.
 CHUNK = 500
 
-# Tasks whose scorers call eval() on the model's output. They only expect a literal.
+# Tasks whose scorers call eval() on the model's output, where only a literal is expected.
 EVALUATING = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 
-# The errors that some scorers raise for an answer of the wrong form, where they should score it as wrong.
+# Errors that some scorers raise for an answer of the wrong form instead of a score.
 _STUMBLES = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 
 
@@ -52,7 +52,7 @@ def check(task: str, options: Mapping[str, Any], where: str) -> None:
 def make(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
     """Return the library's data set: `size` entries by index. The same seed, in [0, 2**32), gives the same entries.
 
-    Raises what the library raises for bad options: AssertionError, LookupError, TypeError or ValueError.
+    Raises AssertionError, LookupError, TypeError or ValueError for bad options, as the library does.
     """
     dataset, config = load()[task]
     options = dict(options)
@@ -67,9 +67,9 @@ def make(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
 
 
 def row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of an entry: `question` and `answer`, and what `score` needs: `task`, `options` and `entry`.
+    """Return the row of an entry: `question`, `answer`, and for `score` also `task`, `options` and `entry`.
 
-    The entry is stored as a Python literal, because scorers need its tuples and integer keys, which JSON loses.
+    The entry is stored as a Python literal, because JSON would lose its tuples and integer keys.
     """
     plain = _plain(entry)
     return {
@@ -97,7 +97,7 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
 
 
 def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """The task's own score of the text in the last <answer> tags, or of the whole completion if it has none."""
+    """Return the task's own score of the text in the last <answer> tags, or of a whole completion without tags."""
     if "entry" not in row:
         raise RewardError("the row has no entry of reasoning_gym: use this reward with data.source reasoning_gym:NAME")
     _, opened, tail = completion.rpartition("<answer>")
@@ -125,7 +125,7 @@ def _scorer(task: str, options: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value in Python's own types, whose repr is a literal. Raises TypeError if that is not possible."""
+    """Return the value in Python's own types; its repr is a literal. Raises TypeError if that is not possible."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return {list: list, tuple: tuple, set: set}[type(value)](map(_plain, value))
-    if isinstance(value, Fraction):  # a variable of gsm_symbolic, which its scoring does not use
+    if isinstance(value, Fraction):  # a variable of gsm_symbolic, unused in scoring
         return float(value)
     if hasattr(value, "item"):  # a NumPy number
         return value.item()
@@ -149,7 +149,7 @@ vars(reasoning_gym).update(warm=load, flaws=_flaws)
 
 
 def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
-    """The source `reasoning_gym:NAME`: tasks without end."""
+    """Open the source `reasoning_gym:NAME`: tasks without end."""
     check(name, options, what)
     chunk = config.size or CHUNK
     config = config.model_copy(update={"prompt_key": "question", "answer_key": "answer"})

@@ -1,4 +1,4 @@
-"""The workflow `verifiers`, and its agent, which does a task of the verifiers library and reports the rewards."""
+"""The workflow `verifiers`. Its agent does a task of the verifiers library and reports the rewards."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -13,10 +13,10 @@ from areal.workflows.session import Session
 
 
 async def solve(base_url: str, api_key: str, row: dict[str, Any], reward_key: str) -> float:
-    """Has the library's environment play the row's task, with the tools that its tasks share. Each trained agent gets
-    the reward of its own trace. Returns the mean of these. Raises RuntimeError if that fails, or if no agent is
-    trained."""
-    from aiohttp import ClientSession  # a library for the web, which few runs need
+    """Have the library's environment play the row's task, with the tools that tasks share. A trained agent gets the
+    reward of its own trace. Return the mean reward of the trained agents. Raises RuntimeError if the episode fails, or
+    if no agent is trained."""
+    from aiohttp import ClientSession  # a web library, which few runs need
     from verifiers.v1 import EvalClientConfig, ModelContext
 
     name, options = row["environment"], row["environment_options"]
@@ -52,8 +52,8 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any], reward_key: st
 
 
 def _rewards(traces: Sequence[Any], client: Any, trained: Collection[str] | None) -> list[dict[str, Any]]:
-    """The rewards of all traces of the policy as the endpoint takes them: the library names calls by the ids of their
-    traces. trained: the agents; None: those that the environment says. A trace that was given up is not trained."""
+    """Return the rewards of all traces of the policy, in the endpoint's form. The library names calls by the ids of
+    their traces. trained: names of agents; None: as the environment says. A discarded trace is not trained."""
     bodies = []
     for trace in traces:
         if trace.agent.config.client == client:
@@ -68,8 +68,8 @@ def _rewards(traces: Sequence[Any], client: Any, trained: Collection[str] | None
 async def verifiers(
     session: Session, row: Row, *, timeout_seconds: Seconds = 600.0, train: list[str] | None = None
 ) -> Trajectory:
-    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME). train: the agents
-    that are trained; None: those that the environment says. The policy plays all others too, untrained."""
+    """Do a task of the verifiers library, which also gives the rows (data.source verifiers:NAME). train: names of the
+    trained agents; None: as the environment says. The policy plays all further agents, untrained."""
     return await agent(
         session,
         replace(row, fields=row.fields | {"trained_agents": train}),

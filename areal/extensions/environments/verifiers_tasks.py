@@ -16,13 +16,13 @@ from areal.data.row_reading import make_row
 from areal.data.rows import Row
 from areal.data.sources import table, with_first_row
 
-# The program of an agent chats and calls tools: it runs no code of the policy, so it needs no container.
+# The default program of an agent chats and calls tools. A program without code of the policy needs no container.
 CHAT, HERE = {"id": "null"}, {"type": "subprocess"}
 
 
 def load_environment(name: str, options: str) -> Any:
-    """The environment of the task set `name`, configured as the library's `env` is: by `taskset`, `id`, and a mapping
-    for each agent (JSON). Agents chat on this machine unless they are configured otherwise. Raises UserError."""
+    """Return the environment of the task set `name`. options: JSON with the keys of the library's `env`: `taskset`,
+    `id`, and a mapping for each agent. Agents chat on this machine unless configured otherwise. Raises UserError."""
     what = f"data.source 'verifiers:{name}'"
     with explain(ImportError, f"{what} needs the verifiers library ({{why}}): pip install 'verifiers==0.4.0'."):
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -49,10 +49,10 @@ def load_environment(name: str, options: str) -> Any:
 
 
 class Tasks:
-    """The tasks of a task set, by number. One without end is read as far as its tasks are asked for."""
+    """The tasks of a task set, by number. An endless task set is read as far as needed."""
 
     def __init__(self, name: str, options: str) -> None:
-        """Raises UserError."""
+        """Load the task set. Raises UserError."""
         taskset = load_environment(name, options).taskset
         self.bounded: bool = taskset.bounded
         self._read: list[Any] = [*taskset] if self.bounded else []
@@ -62,7 +62,7 @@ class Tasks:
         return len(self._read)
 
     def __getitem__(self, number: int) -> Any:
-        """Raises IndexError if there are fewer tasks."""
+        """Return a task. Raises IndexError if there are fewer tasks."""
         while number >= len(self._read):
             try:
                 self._read.append(next(self._coming))
@@ -75,7 +75,7 @@ tasks = functools.cache(Tasks)
 
 
 def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Draw:
-    """The source `verifiers:NAME`. A row has the ids of its task, and what `solve` needs."""
+    """Open the source `verifiers:NAME`. A row has the ids of its task, and the fields that `solve` needs."""
     encoded = json.dumps(dict(options))
     of_set = tasks(name, encoded)
 
