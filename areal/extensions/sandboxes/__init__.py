@@ -1,6 +1,6 @@
-"""Sandboxes of tasks: containers in which a policy works on files, and the tests that judge its work.
+"""Sandboxes of tasks: containers in which a policy works on files, and the tests that judge the work.
 
-The names in `__all__` are public, for agents and sandboxes of users.
+The names in `__all__` are public, for users' agents and sandboxes. Read sandboxes.py first.
 """
 
 from areal.extensions.sandboxes.sandbox_tasks import Task, task_of

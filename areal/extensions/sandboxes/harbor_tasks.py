@@ -1,8 +1,8 @@
-"""Tasks in Harbor's folder layout, as rows: `harbor:FOLDER` is a folder of tasks, or one of them.
+"""Tasks in Harbor's folder layout, as rows: `harbor:FOLDER` is a folder of tasks, or a single task.
 
 A task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` and `tests/test.sh`, which writes the
-reward into /logs/verifier/reward.txt. Its `solution` is not read. As in Harbor, the tests run where the policy has
-worked: they may look at all of it.
+reward into /logs/verifier/reward.txt. A `solution` is not read. As in Harbor, the tests run in the policy's own sandbox
+and may look at everything there.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from areal.data.prompt_sources import Table
 from areal.data.sources import table
 from areal.extensions.sandboxes.sandbox_tasks import TaskFolder
 
-# The last folder that a Dockerfile works in, and the image of one that does nothing else.
+# The last folder that a Dockerfile works in, and the image of a Dockerfile that does nothing else.
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.MULTILINE | re.IGNORECASE)
 _ONLY_FROM = re.compile(r"\s*FROM\s+(\S+)\s*(?:WORKDIR\s+\S+\s*)*", re.IGNORECASE)
 
 
 def rows(folder: Path, what: str) -> list[dict[str, Any]]:
-    """The rows of all tasks, by name, with the fields of areal.extensions.sandboxes.sandbox_tasks. Raises UserError."""
+    """Return the rows of all tasks, by name, with the fields in README.md. Raises UserError."""
     folders = (
         [folder] if (folder / "task.toml").is_file() else sorted(file.parent for file in folder.glob("*/task.toml"))
     )
@@ -39,7 +39,7 @@ def _row(task: Path) -> dict[str, Any]:
         settings = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
         prompt = (task / "instruction.md").read_text(encoding="utf-8")
         docker = file.read_text(encoding="utf-8") if (file := task / "environment/Dockerfile").is_file() else ""
-        # Tasks of one name, or of a changed folder, do not share an image.
+        # Tasks of the same name, or of a changed folder, do not share an image.
         content = hashlib.blake2b(digest_size=6)
         for file in sorted((task / "environment").rglob("*")):
             content.update(f"{file.relative_to(task)}\n".encode() + (file.read_bytes() if file.is_file() else b""))
@@ -69,6 +69,6 @@ def _row(task: Path) -> dict[str, Any]:
 
 
 def open_source(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table:
-    """The source `harbor:FOLDER`."""
+    """Open the source `harbor:FOLDER`."""
     config = config.model_copy(update={"prompt_key": "prompt", "answer_key": None})
     return table(config, rows(Path(name).expanduser(), what), what)

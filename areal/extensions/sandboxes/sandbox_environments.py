@@ -1,8 +1,8 @@
 """Episodes in a sandbox, in which the policy runs shell commands. The environment is called `docker:IMAGE`,
 `podman:IMAGE`, `bubble`, `http://HOST`, or `sandbox:package.module:function`.
 
-Any program in that sandbox, its `sh` included, may have become the policy's own. So the tests of an isolated task run
-in a new sandbox, into which one folder is copied. Other tests may look at the whole sandbox, so they run in it.
+The policy may have replaced any program in the sandbox, `sh` included. So the tests of an isolated task run in a new
+sandbox, into which one folder is copied. Tests of other tasks need the whole sandbox, and run in the policy's own.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from areal.workflows.conversation import messages_of
 from areal.workflows.session import Session
 
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
-# What is read of a file with a reward.
+# The most bytes that are read of a file with a reward.
 REWARD_BYTES = 1000
-# Where a folder of tests is put.
+# The path of a folder of tests in the sandbox.
 TESTS = "/tests"
 # The exit status of a shell that does not find a program.
 NOT_FOUND = 127
@@ -48,12 +48,9 @@ def _reward_files(path: str) -> tuple[str, str]:
 
 
 class SandboxEnvironment:
-    """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
-    a block is the last: then the tests say what the reward is.
-
-    command, folder, image: of rows that have none of their own. isolated: as of `task_of`. The other options are those
-    of docs/sandbox.md.
-    """
+    """One episode. The first ```bash block of a turn is run, and the policy sees the output next. A turn without a
+    block is the last: the tests then give the reward. command, folder, image: for rows without their own. isolated: as
+    in `task_of`. docs/sandbox.md describes the other options."""
 
     def __init__(
         self, prefix: str, name: str, *, folder: str | None = None, isolated: bool | None = None,
@@ -98,10 +95,10 @@ class SandboxEnvironment:
             raise UserError(f"{named} cannot be started ({why}): pull the image, or start {self.provider}'s service.")
 
     def examine(self, rows: Iterator[Row]) -> None:
-        """Print a note if the tests of rows look at what is not copied to them, or download where no network is."""
+        """Print a note if tests of rows look at paths outside the copied folder, or download without a network."""
         tasks = []
         for row in rows:
-            with contextlib.suppress(RowError):  # the row is discarded when it is met
+            with contextlib.suppress(RowError):  # the row is discarded at its turn
                 tasks.append(self._task_of(row))
         elsewhere = [name for task in tasks if self._isolated and (name := path_outside(task))]
         if elsewhere:
@@ -119,11 +116,11 @@ class SandboxEnvironment:
             )
 
     def _task_of(self, row: Row) -> Task:
-        """Raises RowError."""
+        """Return the row's task. Raises RowError."""
         return task_of(row.fields, isolated=self._isolated, **self._defaults)
 
     async def reset(self, row: Row) -> Prompt:
-        """Start the sandbox. Returns the row's prompt. Raises SandboxError, and RowError if nothing can judge."""
+        """Start the sandbox, and return the row's prompt. Raises SandboxError, and RowError if nothing can judge."""
         self.task = self._task_of(row)
         self.task.check()
         self.sandbox = await self._sandbox_stack.enter_async_context(self._opened())
@@ -131,7 +128,7 @@ class SandboxEnvironment:
         return row.prompt
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Raises SandboxError if the sandbox is lost."""
+        """Run the command in a turn, or judge. Raises SandboxError if the sandbox is lost."""
         match = _COMMAND.search(action)
         if match:
             text, ending = await self.tools.run(match[1])
@@ -139,8 +136,8 @@ class SandboxEnvironment:
         return "", await self.judge(), True
 
     async def judge(self) -> float:
-        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if a sandbox is lost
-        or the tests take too long."""
+        """Return the reward of the policy's state. Raises RowError if the tests never give a reward, and SandboxError
+        if a sandbox is lost or the tests take too long."""
         if self.task.isolated:
             async with self._opened() as new:
                 await self._make_ready(new)
@@ -148,12 +145,12 @@ class SandboxEnvironment:
                 reward = await self._graded(new) if copied else None
         else:
             reward = await self._graded(self.sandbox)
-        if reward is None:  # by the policy's doing, or whatever it does
+        if reward is None:  # either the policy did this, or the task cannot be judged
             await self._check_judging()
         return reward or 0.0
 
     async def _check_judging(self) -> None:
-        """Raises RowError if the tests give no reward even where no policy was."""
+        """Raise RowError if the tests give no reward in a sandbox without a policy."""
         async with self._opened() as new:
             await self._make_ready(new)
             folder = self.task.folder
@@ -176,8 +173,8 @@ class SandboxEnvironment:
             await run_own(sandbox, self.task, self.task.ready, self._timeout)
 
     async def _graded(self, sandbox: Sandbox) -> float | None:
-        """The reward by the tests; None if they cannot be put there, if they have written none, or if a program was not
-        found. Raises SandboxError if they do not end in time: nothing says then that the work is wrong."""
+        """Return the tests' reward, or None if the tests cannot be put there, wrote no reward, or a program was not
+        found. Raises SandboxError if the tests do not end in time: slow tests do not prove the work wrong."""
         task, seconds = self.task, self.task.seconds or self._timeout
         if not await self._put_tests(sandbox):
             return None
@@ -194,7 +191,7 @@ class SandboxEnvironment:
         return None
 
     async def _put_tests(self, sandbox: Sandbox) -> bool:
-        """Whether the tests could be put in place of what the policy has left there."""
+        """Put the tests in place of anything that the policy left there. Return whether that worked."""
         task = self.task
         leftovers = [*_reward_files(task.reward_file)] if task.reward_file else []
         if task.tests_folder:
@@ -206,15 +203,15 @@ class SandboxEnvironment:
         return not task.tests_folder or await sandbox.upload(Path(task.tests_folder), TESTS, self._timeout)
 
     def _opened(self) -> contextlib.AbstractAsyncContextManager[Sandbox]:
-        assert self.sandboxes is not None  # whoever made this has set it
+        assert self.sandboxes is not None  # set by the maker of the environment
         return self.sandboxes.opened(self.provider, self.task, self._limits, self._timeout, self._arguments)
 
     async def close(self) -> None:
-        """End the sandbox, with all that runs in it."""
+        """End the sandbox, with all its processes."""
         await self._sandbox_stack.aclose()
 
 
-# The environments of the table, by what is before the colon of their names, and without a name after it.
+# The environments of the table: by the prefix before the colon of a name, and for names without a colon.
 docker, podman, bubble, http, https, sandbox = (
     functools.partial(SandboxEnvironment, prefix)
     for prefix in ("docker", "podman", "bubble", "http", "https", "sandbox")
@@ -231,8 +228,8 @@ async def sandbox_tools(
     environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 30,
 ) -> Trajectory:
-    """The policy has a shell and an editor in a sandbox until a turn without a call,
-    or for `max_turns` turns. Then the row's tests give the reward. environment: one that is a sandbox."""
+    """Give the policy a shell and an editor in a sandbox until a turn without a call, or for `max_turns` turns. Then
+    the row's tests give the reward. environment: a name of a sandbox."""
     async with environments.opened(environment, environment_options or {}, session) as world:
         if not isinstance(world, SandboxEnvironment):
             raise UserError(f"The environment {environment!r} of the workflow sandbox_tools is no sandbox.")

@@ -1,7 +1,7 @@
-"""The owner of the sandboxes of a process: their images, starts and ends. None outlives its sample.
+"""The owner of the sandboxes of a process: their images, starts and ends. No sandbox outlives its sample.
 
-What is begun elsewhere has the label of the run and of this place in it. What a killed process has left there is ended
-before the first sandbox of its successor starts, and when this process ends.
+Containers and sandboxes of services have the label of the run and of the process's place in it. The successor of a
+killed process ends the remaining sandboxes of its label before the first start, and again at its own end.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from areal.workflows.tools import Tool, Tools
 
 CONTAINERS = ("docker", "podman")
 PROVIDER = "The provider of sandboxes"
-# Images that are pulled at once, and how often the pull of one may fail before its rows are discarded.
+# The most pulls of images at once, and the failed pulls of an image after which its rows are discarded.
 PULLS, PULL_FAILURES = 2, 3
 PULL_SECONDS = 1800.0
 
@@ -42,8 +42,8 @@ def is_url(provider: str) -> bool:
 
 
 class Sandboxes(Tool):
-    """label: of this run and place. programs: the namespaces of `bubble`, and the slots of commands on this machine.
-    `running`: sandboxes that are open."""
+    """label: names this run and place. programs: the namespaces of `bubble`, and the slots of commands on this machine.
+    `running`: the number of open sandboxes."""
 
     def __init__(self, label: str, programs: Programs) -> None:
         self._label, self._programs = label, programs
@@ -55,7 +55,7 @@ class Sandboxes(Tool):
         self.running = 0
 
     def stats(self) -> dict[str, float]:
-        """Counts for the displays of the run; none where there was no sandbox."""
+        """Return counts for the displays of the run; an empty dict before the first sandbox."""
         if not self._swept:
             return {}
         pulling = sum(not pull.done() for pull in self._pulls.values())
@@ -71,7 +71,7 @@ class Sandboxes(Tool):
         return bool(self.containers)
 
     def expect(self, row: Row) -> None:
-        """Begin to pull the image of the row, unless that has failed. A sample that needs the image tries again."""
+        """Begin to pull the image of the row, unless a pull has failed. A sample that needs the image tries again."""
         task = task_of(row.fields)
         for provider in self.containers if task.image else ():
             if not self._failures[provider, str(task.image)]:
@@ -81,11 +81,11 @@ class Sandboxes(Tool):
     async def opened(
         self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str] = ()
     ) -> AsyncIterator[Sandbox]:
-        """A new sandbox with the task's image, its files, and after its setup, until the end of the block.
+        """Open a new sandbox with the task's image and files, after the task's setup, until the end of the block.
 
-        provider: docker, podman, bubble, http://..., or package.module:function, an async function of the image, the
-        label, the limits and the seconds, which returns a sandbox that has started. seconds: for the start, for
-        each file and for the setup. arguments: more for `docker run`. Raises SandboxError.
+        provider: docker, podman, bubble, http://..., or package.module:function. The function is async; it gets the
+        image, the label, the limits and the seconds, and returns a started sandbox. seconds: for the start, for a file
+        and for the setup. arguments: more for `docker run`. Raises SandboxError.
         """
         if provider not in self._swept:
             self._swept[provider] = asyncio.create_task(self._sweep(provider))
@@ -116,7 +116,7 @@ class Sandboxes(Tool):
             await asyncio.shield(asyncio.ensure_future(sandbox.close()))
 
     async def close(self) -> None:
-        """End all that this process and those before it have left."""
+        """End all sandboxes that this process and its predecessors have left."""
         pulls = [*self._pulls.values()]
         for pull in pulls:
             pull.cancel()
@@ -127,7 +127,7 @@ class Sandboxes(Tool):
                 await self._service(provider).close()
 
     def _pull(self, provider: str, task: Task) -> asyncio.Task[None]:
-        """The pull of the task's image, which has begun or is here. Raises RowError if it has failed too often."""
+        """Return the pull of the task's image, running or done. Raises RowError after too many failures."""
         image = str(task.image)
         if self._failures[provider, image] >= PULL_FAILURES:
             raise RowError(f"the image {image} could not be had {PULL_FAILURES} times, so its rows are discarded")
@@ -147,7 +147,7 @@ class Sandboxes(Tool):
         return self._pulls[provider, image]
 
     async def _sweep(self, provider: str) -> None:
-        """End what has this label: of this process and those before it."""
+        """End the sandboxes with this label, left by this process and its predecessors."""
         try:
             if provider in CONTAINERS:
                 await end_containers(provider, self._label)
@@ -158,12 +158,12 @@ class Sandboxes(Tool):
 
 
 async def written(sandbox: Sandbox, files: Mapping[str, str], seconds: float) -> bool:
-    """Whether all files could be written."""
+    """Write the files into the sandbox. Return whether all could be written."""
     return all([await sandbox.write(path, text.encode(), seconds) for path, text in files.items()])
 
 
 async def run_own(sandbox: Sandbox, task: Task, code: str, seconds: float) -> None:
-    """Run the row's own shell code. Raises SandboxError if it fails, since no policy has run there yet."""
+    """Run the row's own shell code. Raises SandboxError if the code fails: no policy has run in the sandbox yet."""
     ran = await sandbox.exec(*task.shell(code), seconds=seconds, most_bytes=2000)
     if ran.status != 0:
         raise SandboxError(f"the row's code {code!r:.80} ends with status {ran.status}: {ran.text}")

@@ -1,6 +1,6 @@
 """The kinds of sandboxes: `docker` and `podman`, a service behind `http`, and the namespaces of this machine, `bubble`.
 
-Each is made, then started, so that `close` ends what was half begun. README.md has the protocol of a service.
+A sandbox is made, then started, so that `close` ends an interrupted start. README.md has the protocol of a service.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from areal.extensions.programs.outside import Commands, SandboxError
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, Sandbox, size_of
 
-# What a container does: it tells that it is there, and ends with the process that holds its standard input.
+# The program of a container: says that it runs, and ends with the process that holds its standard input.
 _WAITS = "echo; exec cat > /dev/null"
-# A service may be slower than a command by this much, and is asked again after a pause where a connection is lost.
+# A service may be this much slower than a command, and is asked again after this pause if a connection is lost.
 GRACE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
-# A service ends a sandbox that it has heard nothing of for this long: whatever was killed, none stays.
+# A service ends a sandbox after this time without a request: no sandbox survives a killed process for ever.
 IDLE_SECONDS = 3600.0
-# So much is kept of what a service says is wrong.
+# The length at which the error of a service is cut.
 ERROR_LENGTH = 500
-# Environment variable with what a service wants to see as `Authorization: Bearer`.
+# Environment variable with the key that a service expects as `Authorization: Bearer`.
 KEY = "AREAL_SANDBOX_KEY"
 _FIELD = "label=areal="
 
 
 class BubbleSandbox(Sandbox):
     """Namespaces of this machine (areal docs sandbox): the system's folders, Python and the installed packages,
-    read-only, and an empty /tmp in memory. What a command leaves running ends with it."""
+    read-only, and an empty /tmp in memory. Processes that a command leaves running end with the command."""
 
     def __init__(self, programs: Programs, limits: Limits) -> None:
         self._programs, self._limits = programs, limits
@@ -65,8 +65,8 @@ class BubbleSandbox(Sandbox):
 
 
 class ContainerSandbox(Sandbox):
-    """A container of docker or podman, without network and capabilities unless its user wants them. It ends with the
-    process that has started it, however that ends."""
+    """A container of docker or podman, by default without network and capabilities. The container ends with the process
+    that started it, even if the process is killed."""
 
     def __init__(
         self, program: str, image: str, label: str, limits: Limits, arguments: Sequence[str], programs: Programs
@@ -96,7 +96,7 @@ class ContainerSandbox(Sandbox):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
+        assert self._container.stdout is not None and self._container.stderr is not None  # both are pipes
         with explain(TimeoutError, f"{self._image} did not start within {seconds:g} s", SandboxError):
             async with asyncio.timeout(seconds):
                 started = await self._container.stdout.readline()
@@ -135,7 +135,7 @@ class ContainerSandbox(Sandbox):
 
 
 async def pull_image(program: str, image: str, folder: str | None, seconds: float) -> None:
-    """Have an image here: as it is, or built of a `folder` with a Dockerfile, or pulled. Raises SandboxError."""
+    """Have an image here: already present, built from a `folder` with a Dockerfile, or pulled. Raises SandboxError."""
     if (await finish(program, "image", "inspect", image, seconds=END_SECONDS))[0] == 0:
         return
     command = ["build", "--quiet", "--tag", image, folder] if folder else ["pull", "--quiet", image]
@@ -155,10 +155,10 @@ async def end_containers(program: str, label: str) -> None:
 
 
 class SandboxService:
-    """A service that has sandboxes, behind HTTP. A lost request is sent again, and answered as at first, by its ids."""
+    """A service of sandboxes, behind HTTP. A lost request is sent again with the same id, and gets the first answer."""
 
     def __init__(self, url: str) -> None:
-        import aiohttp  # a library for the web, which few runs need
+        import aiohttp  # a web library, which few runs need
 
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {}
@@ -170,8 +170,8 @@ class SandboxService:
     async def ask(
         self, method: str, path: str, body: dict[str, Any], seconds: float, most_bytes: int = 0
     ) -> dict[str, Any] | None:
-        """What the service answers to a request that takes `seconds` and GRACE_SECONDS at most; None: it does not know
-        what the path names. Raises SandboxError."""
+        """Return the service's answer to a request of at most `seconds` and GRACE_SECONDS, or None if the service does
+        not know the path. Raises SandboxError."""
         import aiohttp
 
         loop = asyncio.get_running_loop()
@@ -189,8 +189,8 @@ class SandboxService:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _send(self, method: str, path: str, body: dict[str, Any], most_bytes: int) -> tuple[int, dict[str, Any]]:
-        """The status and the answer. Raises what aiohttp raises, and ValueError for one to another request. Nothing is
-        sent on to where a redirect points."""
+        """Return the status and the answer. Redirects are not followed. Raises errors of aiohttp, and ValueError if the
+        answer is to another request."""
         text = bytearray()
         async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
             if 300 <= response.status < 400:
@@ -243,5 +243,5 @@ class HttpSandbox(Sandbox):
             return Ran(None if status is None else int(status), printed)
 
     async def close(self) -> None:
-        with contextlib.suppress(SandboxError):  # then the service ends it, or the next start of the run
+        with contextlib.suppress(SandboxError):  # the service ends the sandbox later, or the next start of the run does
             await self._service.ask("DELETE", self._path, {}, 0.0)

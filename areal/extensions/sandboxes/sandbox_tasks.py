@@ -1,7 +1,7 @@
-"""Tasks of sandboxes: what a row says of its image, its files and its tests. docs/sandbox.md has the fields.
+"""Tasks of sandboxes: a row's image, files and tests. README.md has the fields.
 
-Rows of SWE-bench, SWE-smith, SWE-Gym and of sets in their form are read as they are published. Their tests are run by
-pytest, and a plug-in of pytest writes the outcome of each: a row whose tests have no names of pytest needs a `command`.
+Rows of SWE-bench, SWE-smith, SWE-Gym and of sets in the same form are read as published. Their tests run under pytest,
+and a plug-in of pytest writes the outcomes. A row whose tests have no names of pytest needs a `command`.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import Any
 from areal.base.errors import UserError
 from areal.extensions.programs.outside import SandboxError
 
-# What is written for the tests, outside the repository; and where images of SWE-bench have it and Python.
+# The folder of files for the tests, outside the repository; the repository and Python in images of SWE-bench.
 PLACE, REPOSITORY, BIN = "/tmp/areal", "/testbed", "/opt/miniconda3/envs/testbed/bin"
 _PATCHED = re.compile(r"^\+\+\+ b/(.+?)\s*$", re.MULTILINE)
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,499}")  # never an option of docker's
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,499}")  # never an option of docker
 _APPLY = "git apply --whitespace=nowarn"
-# The history goes, since it may have the solution, or the change that made the mistake.
+# The history is removed, since it may hold the solution, or the change that made the mistake.
 _NO_HISTORY = (
     "rm -rf .git && git init -q && git add -A && git -c user.name=areal -c user.email=areal@localhost commit -qm start"
 )
@@ -57,12 +57,12 @@ _FOLDERS, _TEXTS = ("build", "tests_folder"), ("image", "setup", "path", "folder
 
 
 class TaskFolder(str):
-    """A folder of this machine that a task was read from. Only a source that reads tasks from folders makes one: a path
-    that a row's data names could be any, and the folder is sent to where the row's own code runs."""
+    """A folder of this machine that a task was read from. Only a source that reads tasks from folders makes one. A
+    row's data may name any path, and the folder is sent to the sandbox where the row's own code runs."""
 
     @classmethod
     def inside(cls, task: Path, name: str) -> "TaskFolder":
-        """The folder of this name in the folder of a task. Raises UserError if it is a link to elsewhere."""
+        """Return the folder `name` in the folder of a task. Raises UserError if the folder is a link to elsewhere."""
         folder = (task / name).resolve()
         if not folder.is_relative_to(task.resolve()):
             raise UserError(f"The folder {name} of the task {task} is a link to {folder}: copy it there")
@@ -77,9 +77,9 @@ class RowError(SandboxError):
 
 @dataclass(frozen=True)
 class Task:
-    """The fields as docs/sandbox.md has them. isolated: the tests run in a new sandbox with a copy of `folder`, else
-    in the policy's own. tests are written before `ready`, and again after the copy. reward_file None: the exit status
-    of `command` is the reward. seconds None: as of all commands."""
+    """A task by the fields in README.md. isolated: the tests run in a new sandbox with a copy of `folder`, else in the
+    policy's own. tests: written before `ready`, and again after the copy. reward_file None: the exit status of
+    `command` is the reward. seconds None: the limit of any command."""
 
     image: str | None = None
     build: str | None = None
@@ -97,7 +97,7 @@ class Task:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises RowError for a field that has no use: a row's data may hold anything."""
+        """Raises RowError for a field of a wrong kind: a row's data may hold anything."""
         texts = {name: getattr(self, name) for name in _TEXTS} | {**self.files} | {**self.tests}
         if wrong := [name for name, value in texts.items() if not isinstance(value, str | None)]:
             raise RowError(f"the row's {wrong[0]} is no text")
@@ -108,7 +108,7 @@ class Task:
             raise RowError(f"the row's seconds are no number up to {MOST_SECONDS:.0f}")
 
     def check(self) -> None:
-        """Raises RowError if nothing can judge the task."""
+        """Raise RowError if nothing can judge the task."""
         if self.command is None:
             raise RowError("the row has no command that judges, and neither do the environment's options")
         if self.isolated and not self.folder:
@@ -117,19 +117,19 @@ class Task:
             raise RowError("the row's tests are made ready in a new sandbox: leave out isolated=false")
 
     def shell(self, code: str) -> tuple[str, ...]:
-        """The command that runs shell code."""
+        """Return the command that runs shell code."""
         return "sh", "-c", f'PATH={self.path}:"$PATH"; {code}' if self.path else code
 
 
 def task_of(row: Mapping[str, Any], *, isolated: bool | None = None, **defaults: Any) -> Task:
-    """The task of a row's fields. isolated: whatever the row says. defaults: where the row says nothing. Raises
+    """Return the task of a row's fields. isolated: overrides the row. defaults: for fields that the row lacks. Raises
     RowError."""
     values = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
     if foreign := [name for name in _FOLDERS if name in values and not isinstance(values[name], TaskFolder)]:
         raise RowError(f"the row names a folder of this machine as {foreign[0]}: only tasks of harbor:FOLDER have them")
     if row.get("FAIL_TO_PASS") is not None and "command" not in values:
         values = _swe_fields(row) | values
-    for name in "files", "tests", "limits":  # tables have nulls for what only other rows have
+    for name in "files", "tests", "limits":  # tables have nulls in fields that only other rows use
         if not isinstance(entries := values.get(name, {}), Mapping):
             raise RowError(f"the row's {name} are of type {type(entries).__name__}, not an object")
         values[name] = {key: value for key, value in entries.items() if value is not None}
@@ -167,7 +167,7 @@ def _swe_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(row: Mapping[str, Any], key: str) -> Sequence[str]:
-    """The names of tests: a list, or its JSON, as SWE-bench has it."""
+    """Return the names of tests: a list, or its JSON as in SWE-bench."""
     names = row.get(key) or []
     if isinstance(names, str):
         with suppress(ValueError):
@@ -178,7 +178,7 @@ def _names(row: Mapping[str, Any], key: str) -> Sequence[str]:
 
 
 def _image(row: Mapping[str, Any]) -> str | None:
-    """The image that the row names, or that its set has published."""
+    """Return the image that the row names, or the image that the row's data set has published."""
     if image := row.get("image_name") or row.get("docker_image"):
         return str(image)
     name = str(row.get("instance_id", ""))

@@ -1,5 +1,5 @@
-"""Tools for a policy in a sandbox: a shell and an editor of files. As OpenAI's API describes tools, which the workflows
-and the other protocols of agents take too."""
+"""Tools for a policy in a sandbox: a shell and an editor of files, described as in OpenAI's API. The workflows and the
+other protocols of agents take this form too."""
 
 import json
 from collections.abc import Sequence
@@ -20,10 +20,8 @@ def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
 
 class SandboxTools:
     """The tools of the sandbox of a task. timeout_seconds: the most that a call may take. max_output: the most bytes of
-    an output, which is cut in the middle.
-
-    Example: `tools.shown` are for a request, `await tools.call("shell", '{"command": "ls"}')` is a result.
-    """
+    an output; a longer output is cut in the middle. `shown` belongs into a request; `await tools.call("shell",
+    '{"command": "ls"}')` returns a result."""
 
     shown: Sequence[dict[str, Any]] = (
         _tool("shell", "Run a shell command. Returns its output and its exit status.", command="the command"),
@@ -43,7 +41,7 @@ class SandboxTools:
         self._seconds, self._max_output = timeout_seconds, max_output
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool, or what is wrong with the call, as text for the policy. arguments: JSON. Raises
+        """Return the result of a tool, or an error of the call, as text for the policy. arguments: JSON. Raises
         SandboxError if the sandbox is lost."""
         fields = None
         with suppress(ValueError, RecursionError):
@@ -58,7 +56,7 @@ class SandboxTools:
         return await self._edit(fields["path"], fields["old"], fields["new"])
 
     async def run(self, code: str) -> tuple[str, str]:
-        """What shell code printed, and its exit status, or that it was ended."""
+        """Run shell code. Return the output, and the exit status or a sentence about the exceeded time."""
         ran = await self._sandbox.exec(*self._task.shell(code), seconds=self._seconds, most_bytes=self._max_output)
         killed = f"killed after {self._seconds:g} s, with all that it had started"
         return ran.text, killed if ran.status is None else str(ran.status)

@@ -1,7 +1,7 @@
-"""Sandboxes of tasks: a place of its own for each sample, in which commands run and files are.
+"""Sandboxes of tasks: a separate place for each sample, with files and running commands.
 
-`sandbox_providers.py` has the kinds of sandboxes. Whatever a command does is a result. Only a sandbox that
-is lost, or does not answer, raises SandboxError: that fails the sample, which then gets no score.
+`sandbox_providers.py` has the kinds of sandboxes. A failing command is a result. Only a lost or silent sandbox raises
+SandboxError: the sample then fails, without a score.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from typing import IO, Any
 from areal.base.errors import explain
 from areal.extensions.programs.outside import SandboxError
 
-# The most bytes that one call of `read` or `write` moves, of the output of a command, and of a folder that is copied: a
-# file that is said to be large need not have room on a disk.
+# The most bytes that one call of `read` or `write` moves, of the output of a command, and of a folder that is copied. A
+# file of a large stated size need not have room on a disk.
 PART_BYTES, OUTPUT_BYTES, FOLDER_BYTES = 4 << 20, 1 << 20, 2 << 30
-# The most files of a folder that is copied, and how many times the time of a command the copy may take.
+# The most files of a copied folder, and the time of a copy as a multiple of the time of a command.
 FOLDER_FILES, COPY_TIMES = 100_000, 10
-# How long a sandbox may take to end.
+# The time that a sandbox may take to end.
 END_SECONDS = 30.0
 _READS = 'test -f "$1" && tail -c "+$2" "$1" | head -c "$3"'
 _WRITES = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
@@ -37,8 +37,8 @@ _UNPACKS = 'mkdir -p "$2" && tar -xf "$1" -C "$2" && rm "$1"'
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a command. status: its exit status; None: it was ended at its deadline, with all that it had
-    started. output: stdout and stderr, as they came; what is too long is cut in the middle, with a mark."""
+    """The result of a command. status: the exit status; None: the command was ended at its deadline, with all that it
+    had started. output: stdout and stderr in order of arrival; a long output is cut in the middle, with a mark."""
 
     status: int | None
     output: bytes
@@ -50,7 +50,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sandbox may use. memory: as of docker, such as 1g. disk: that of a `bubble`, whose files are in memory."""
+    """The most that a sandbox may use. memory: as for docker, such as 1g. disk: only for `bubble`, in its memory."""
 
     memory: str = "1g"
     cpus: float = 1.0
@@ -59,8 +59,8 @@ class Limits:
     network: str = "none"
 
     def changed(self, row: Mapping[str, Any]) -> "Limits":
-        """These limits, with those that a row sets: all but the network, and none above LARGEST, unless these limits
-        are. Raises SandboxError."""
+        """Return these limits with the row's changes. A row may not set the network, nor exceed the larger of LARGEST
+        and these limits. Raises SandboxError."""
         if not row.keys() <= vars(self).keys() - {"network"}:
             raise SandboxError(f"the row's limits are {', '.join(row)}: known are memory, cpus, processes and disk")
         for name, value in row.items():
@@ -73,51 +73,51 @@ class Limits:
         return Limits(**{**vars(self), **row})
 
 
-# What a row may take of the machine: its data may say anything.
+# The most that a row may take of the machine: a row's data may say anything.
 LARGEST = Limits(memory="64g", cpus=64.0, processes=4096, disk="16g")
 
 
 class Sandbox:
-    """Every call has a deadline, in seconds from when it has a core (`programs/slots.py`), and raises SandboxError
-    if the sandbox is lost or does not answer. Paths are absolute. A provider has `exec` and `close`, and perhaps
-    `start`: the shell of the sandbox does the rest."""
+    """A sandbox. A call has a deadline, in seconds from when it has a core (`programs/slots.py`), and raises
+    SandboxError if the sandbox is lost or silent. Paths are absolute. A provider implements `exec`, `close` and perhaps
+    `start`; all other methods run the shell of the sandbox."""
 
     async def start(self, seconds: float) -> None:
-        """Begin, unless that was done when it was made."""
+        """Start the sandbox, unless it was started when made."""
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         """Run a command to its end, or to its deadline."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End it, with all that runs in it. Raises nothing for what is gone already."""
+        """End the sandbox, with all its processes. Raises nothing if the sandbox has already ended."""
         raise NotImplementedError
 
     async def read(self, path: str, seconds: float, *, start: int = 0, most_bytes: int = PART_BYTES) -> bytes | None:
-        """A part of a file; None if it cannot be read."""
+        """Return a part of a file, or None if the file cannot be read."""
         size = str(most_bytes)
         ran = await self.shell(_READS, path, str(start + 1), size, seconds=seconds, most_bytes=most_bytes)
         return ran.output if ran.status == 0 else None
 
     async def write(self, path: str, content: bytes, seconds: float) -> bool:
-        """Whether the file could be written, with its folders."""
+        """Write a file, and its folders. Return whether that worked."""
         return await self._put(io.BytesIO(content), path, seconds)
 
     async def upload(self, folder: Path, path: str, seconds: float) -> bool:
-        """Whether a folder of this machine could be copied, with all that is in it."""
+        """Copy a folder of this machine with all its contents. Return whether that worked."""
         with tempfile.TemporaryFile() as file:
             await asyncio.to_thread(_pack, folder, file)
             return await self.unpack(file, path, seconds)
 
     async def unpack(self, archive: IO[bytes], folder: str, seconds: float) -> bool:
-        """Whether an archive could be unpacked into a folder."""
+        """Unpack an archive into a folder. Return whether that worked."""
         path = f"/tmp/{uuid.uuid4().hex}.tar"
         archive.seek(0)
         put = await self._put(archive, path, seconds)
         return put and (await self.shell(_UNPACKS, path, folder, seconds=seconds)).status == 0
 
     async def alive(self) -> bool:
-        """Whether it still answers."""
+        """Return whether the sandbox still answers."""
         try:
             return (await self.exec("true", seconds=END_SECONDS)).status == 0
         except SandboxError:
@@ -139,7 +139,11 @@ class Sandbox:
 
 
 def size_of(text: str) -> int:
-    """Bytes, of docker's `512m` or `2g`. Raises SandboxError."""
+    """Return a size such as docker's `2g`, in bytes. Raises SandboxError.
+
+    >>> size_of("512m")
+    536870912
+    """
     match = re.fullmatch(r"(\d+)([kmg]?)b?", str(text).lower())
     if not match:
         raise SandboxError(f"{text!r} is no size: write 512m or 2g")
@@ -147,9 +151,8 @@ def size_of(text: str) -> int:
 
 
 async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: float) -> bool:
-    """Replace a folder of `target` by that of `source`, where any program may be the policy's. False if there is no
-    such folder, if it is too large, takes too long, or if its archive is none: the policy's doing. Raises
-    SandboxError."""
+    """Replace a folder of `target` by the folder of `source`, where any program may be the policy's. Return False if
+    the policy left no folder, one too large or too slow to copy, or a false archive. Raises SandboxError."""
     archive = f"/tmp/{uuid.uuid4().hex}.tar"
     with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as clean:
         try:
@@ -157,7 +160,7 @@ async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: fl
                 if (await source.shell(_PACKS, folder, archive, seconds=seconds)).status != 0:
                     return False
                 part = None
-                while part is None or len(part) == PART_BYTES:  # a shorter part is the last, whatever is said to follow
+                while part is None or len(part) == PART_BYTES:  # a shorter part is the last, even if more would follow
                     part = await source.read(archive, seconds, start=packed.tell()) or b""
                     packed.write(part)
                     if packed.tell() > FOLDER_BYTES:
@@ -171,8 +174,8 @@ async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: fl
 
 
 def clean_archive(source: IO[bytes], target: IO[bytes], seconds: float = math.inf) -> None:
-    """Copy the files, folders and symbolic links of an archive, without owners, and without what would be unpacked
-    outside its folder, in so many seconds. Raises TarError, ValueError, KeyError."""
+    """Copy the files, folders and symbolic links of an archive, without owners. Members that would be unpacked outside
+    the folder are left out. seconds: time limit. Raises TarError, ValueError, KeyError."""
     links: set[PurePosixPath] = set()
     end = time.monotonic() + seconds
     with tarfile.open(fileobj=source, mode="r:") as old, tarfile.open(fileobj=target, mode="w:") as new:

@@ -1,4 +1,4 @@
-"""What the tests of a task name: paths outside of its folder, and programs that download."""
+"""Paths and downloads in a task's tests: paths outside the task's folder, and programs that download."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from areal.extensions.sandboxes.sandbox_tasks import Task
 
-# An absolute path: not a part of a relative one, of a URL, or of what a variable begins.
+# An absolute path, not part of a relative path, of a URL, or of a path that begins with a variable.
 _PATH = re.compile(r"(?<![\w.~/:$}*<>\\-])/(?:[\w.+-]+/)*[\w.+-]+")
-# What the image has, or the tests bring or write themselves.
+# Folders that the image has, or that the tests bring or write themselves.
 _OWN = ("/tests", "/logs", "/dev", "/proc", "/sys", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 _DOWNLOADS = re.compile(
     r"\b(?:apt-get|apk|pip3?|uv pip) (?:-\S+ )*(?:add|install)\b|\buvx\b|https?://(?!localhost|127\.)"
@@ -16,7 +16,7 @@ _DOWNLOADS = re.compile(
 
 
 def path_outside(task: Task) -> str | None:
-    """A path outside of the task's folder that its tests name; None: none."""
+    """Return a path outside of the task's folder that the task's tests name, or None."""
     inside = [*map(PurePosixPath, (*_OWN, str(task.folder)))]
     for text in _texts(task):
         for name in _PATH.findall(text):
@@ -27,7 +27,7 @@ def path_outside(task: Task) -> str | None:
 
 
 def downloads(task: Task) -> bool:
-    """Whether the task's tests look as if they download."""
+    """Return whether the task's tests seem to download."""
     scripts = [str(task.command), *(text for name, text in _files(task) if name.endswith(".sh"))]
     return any(_DOWNLOADS.search(text) for text in scripts)
 
@@ -38,7 +38,7 @@ def _texts(task: Task) -> Iterator[str]:
 
 
 def _files(task: Task) -> Iterator[tuple[str, str]]:
-    """The names and the texts of the files of tests."""
+    """Yield the names and the texts of the files of tests."""
     yield from task.tests.items()
     for file in sorted(Path(task.tests_folder).rglob("*")) if task.tests_folder else ():
         if file.is_file():
