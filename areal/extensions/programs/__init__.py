@@ -1,1 +1,1 @@
-"""Judging programs that a model wrote: tests in their published forms, and the sandbox that runs them."""
+"""Judges programs that a model wrote: reads tests and runs them in a sandbox. Read code_tests.py first."""

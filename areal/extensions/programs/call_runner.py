@@ -1,12 +1,12 @@
-"""Calls a function of a program, and prints what it returns.
+"""Calls a function of a program, and prints the results.
 
-`code_tests` runs `main` in a sandbox, with the program in `program.py`. The values that are right are not in the
-sandbox: they are compared outside it. So the program may do here what it likes.
+`code_tests` runs `main` in a sandbox, with the program in `program.py`. The right values are compared outside, and are
+never in the sandbox. So the program may do anything here.
 
 stdin: a line `{"function", "int_keys"}`, then for each call a line with the list of its arguments. stdout: for each
-call a line with the JSON of the result, or an empty line if the call failed or its result is not plain data.
+call a line with the JSON of the result, or an empty line if the call failed or the result is not plain data.
 
-Programs may use, without importing them, the modules and names that LeetCode and LiveCodeBench import for them.
+Programs may use, without an import, the modules and names that LeetCode and LiveCodeBench import for programs.
 """
 
 import builtins
@@ -26,21 +26,21 @@ MODULES = (
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 RECURSION = 50_000
-# Of what a result is iterated over for.
+# The most items that are taken from an iterable result.
 MOST_ITEMS = 1_000_000
 
 
 def builtins_of_programs():
-    """Python's built-in names, and before them those of MODULES. The program's own names hide them."""
+    """Return Python's built-in names and the names of MODULES. A program's own names hide both."""
     names: dict[str, object] = {}
     exec("".join(f"from {name} import *\n" for name in MODULES) + f"import {', '.join(MODULES)}", names)
-    with contextlib.suppress(ImportError):  # it is no part of Python
+    with contextlib.suppress(ImportError):  # sortedcontainers is no part of Python
         exec("import sortedcontainers\nfrom sortedcontainers import *", names)
     return names | vars(builtins)
 
 
 def call(program, name, arguments):
-    """Calls the function, or the method of a new object of the class Solution, as on LeetCode."""
+    """Call the function, or the method of a new object of the class Solution, as on LeetCode."""
     owner = program
     if hasattr(program, "Solution") and hasattr(program.Solution, name):
         owner = program.Solution()
@@ -48,7 +48,7 @@ def call(program, name, arguments):
 
 
 def plain(value):
-    """Numbers, arrays, sets and what is iterated over, which JSON does not know, as what it knows. Raises TypeError."""
+    """Return values of types that JSON lacks (arrays, numbers, sets, iterables) as JSON types. Raises TypeError."""
     if hasattr(value, "tolist"):  # numpy
         return value.tolist()
     if isinstance(value, (Decimal, Fraction)):
@@ -61,7 +61,7 @@ def plain(value):
 
 
 def with_int_keys(value):
-    """A dict whose keys are digits with int keys: JSON has made them text. Anything else as it is."""
+    """Return a dict with integers for keys of digits, which JSON has made text; any other value unchanged."""
     try:
         return {int(key): item for key, item in value.items()}
     except (AttributeError, ValueError):
@@ -81,7 +81,7 @@ def main():
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(RECURSION)
     job, *calls = map(json.loads, sys.stdin.read().split("\n"))
-    # What the program prints itself is no answer.
+    # Prints of the program are no answer.
     with open(os.dup(1), "w") as answers, open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)

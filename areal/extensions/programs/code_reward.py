@@ -1,5 +1,5 @@
-"""The reward `code`: `CodeTests` with its hooks, which check before a run that tests are worth something, and that
-prompts name what the tests call."""
+"""The reward `code`: `CodeTests` with hooks. Before a run, the hooks check for weak tests, and for prompts without
+the names of the functions that tests call."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from areal.extensions.programs.code_tests import CodeTests
 from areal.extensions.programs.outside import open_sandbox
 from areal.rewards.result import RewardError
 
-# How long programs that compute nothing are run on rows' tests: a row takes 0.1 to 0.5 s.
+# Time to run programs that compute nothing on the tests of rows, before a run. A row takes 0.1 to 0.5 s.
 TESTS_SECONDS = 10.0
-# Rows whose prompts are read.
+# The most rows with a check of the prompt.
 FEW_ROWS = 512
-# Built-in workflows in which the policy reads the prompt and no more of the row.
+# Built-in workflows that show the policy only the prompt of a row.
 SHOW_PROMPT_ALONE = ("single_turn", "multi_turn", "python_tool")
 
 
@@ -48,12 +48,10 @@ class CodeReward(CodeTests):
 
 
 def check_tests(config: Config, rows: Iterator[Row]) -> None:
-    """Check whether tests of the reward `code` can be run and are worth something: of the held-out rows, then of the
-    others in random order, for TESTS_SECONDS.
-
-    Raises UserError if `data.weak_tests` is `refuse` and programs that compute nothing pass some, and prints a note if
-    there are any such rows, or if programs cannot be run on this machine.
-    """
+    """Check whether the reward `code` can run the tests of rows, and whether the tests are weak: passed by programs
+    that compute nothing. Held-out rows come first, then training rows in random order, for TESTS_SECONDS. Raises
+    UserError if tests are weak and `data.weak_tests` is `refuse`. Prints a note about weak tests, or if programs cannot
+    be run on this machine."""
     try:
         reward = CodeTests(**config.served_rewards.options["code"])
     except UserError as error:
@@ -79,13 +77,13 @@ def check_tests(config: Config, rows: Iterator[Row]) -> None:
 
 
 def check_prompts_name_calls(config: Config, rows: Iterator[Row]) -> None:
-    """Check whether prompts name what the tests of the reward `code` call, without which hardly a program passes them.
-    Raises UserError if none of them does; prints a note if some do not."""
+    """Check whether prompts name the functions that the tests call: without the name hardly a program passes. Raises
+    UserError if no prompt does; prints a note if some prompts do not."""
     checked, flaws = 0, []
     for row in islice(rows, FEW_ROWS):
         if "code" not in (row.reward or config.reward.functions):
             continue
-        with contextlib.suppress(RewardError):  # what cannot be read is told by the others
+        with contextlib.suppress(RewardError):  # other checks report unreadable rows
             name = unnamed(row.fields, prompt_text(row.prompt))
             checked += 1
             flaws += [flawed(row, f"its tests use {name}")] if name else []
@@ -100,7 +98,7 @@ def check_prompts_name_calls(config: Config, rows: Iterator[Row]) -> None:
 
 
 async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, int, list[str]]:
-    """How many rows were checked, how many of them are judged inside, and what is wrong with which."""
+    """Return the number of checked rows, the number of rows judged inside, and the flaws by row."""
     checked, inside, flaws = 0, 0, []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(TESTS_SECONDS):

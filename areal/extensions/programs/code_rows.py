@@ -1,6 +1,6 @@
 """Turns a row of a data set into tests of one of three kinds: Outputs, Calls and Asserts.
 
-The first of these fields that a row has determines its tests:
+The tests of a row are in the first of the fields:
 
 | field | sets | content |
 |---|---|---|
@@ -16,15 +16,15 @@ The first of these fields that a row has determines its tests:
 | `reward_model` | sets for verl | `{"ground_truth"}`, as `tests` |
 
 A case is `{"input", "output", "type" or "testtype", "fn_name" or "metadata": {"func_name"}}`. Without a function, a
-program reads the input and prints the output. With `testtype` `functional` (LiveCodeBench), the input is one JSON value
-a line for each argument, and the output is JSON. With `type` `function_call` (PrimeIntellect), the input is the list of
+program reads the input and prints the output. With `testtype` `functional` (LiveCodeBench), the input has a line of
+JSON for each argument, and the output is JSON. With `type` `function_call` (PrimeIntellect), the input is the list of
 arguments, and the output the result.
 
-A field may be the text of its JSON, or of a Python literal. Before asserts, `test_imports` and `test_setup_code` are
-run, if the row has them. `entry_point` names the function under test, which the tests may call `candidate`. If `prompt`
-defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program begins with that. If `entry_point` is
-`Solution().f`, as in LeetCodeDataset, `test` is read, as calls of this method. Tests `{"functional"}`, as in rLLM, are
-code, which may end with `check(Solution().f)`. `language` is the language of the programs; default: python.
+A field may be text: JSON or a Python literal. Before asserts, `test_imports` and `test_setup_code` of the row are run.
+`entry_point` names the function under test; the tests may call it `candidate`. If `prompt` (HumanEval) or `code_prompt`
+(BigCodeBench) defines the function, the program begins with the prompt. If `entry_point` is `Solution().f`
+(LeetCodeDataset), `test` is read as calls of the method. Tests `{"functional"}` (rLLM) are code, which may end with
+`check(Solution().f)`. `language` is the language of the programs; default: python.
 """
 
 import ast
@@ -47,10 +47,10 @@ from areal.rewards.result import RewardError
 
 Row = Mapping[str, Any]
 
-# Results may have more digits than Python reads by default. To read so many takes a few milliseconds.
+# Results may have more digits than Python reads by default. Reading this many takes a few milliseconds.
 sys.set_int_max_str_digits(50_000)
 
-# The labels that models write after the opening fence, for each language of areal.extensions.programs.outside.
+# The labels that models write after the opening fence, by language of areal.extensions.programs.outside.
 LANGUAGES = {
     "python": {"python", "py", "python3"},
     "cpp": {"cpp", "c++", "cc"},
@@ -59,14 +59,14 @@ LANGUAGES = {
 }
 FUNCTION_KINDS = {"functional", "function_call"}
 STDIN_KINDS = {"stdin", "stdin_stdout"}
-# A solution of CodeContests in this language is Python 3.
+# The number by which CodeContests marks a solution in Python 3.
 CODE_CONTESTS_PYTHON = 3
-# The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
+# The most bytes of a row's unpacked tests. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
-# How many of a row's solutions are tried until one passes.
+# The most solutions of a row that are tried until a solution passes.
 MOST_SOLUTIONS = 5
 _EMPTIED = "[b.clear() for b in a if hasattr(b, 'clear')]"
-# What functions do that compute nothing. Tests that one of them passes are worth nothing.
+# Bodies of functions that compute nothing. Tests that pass with one of them are worth nothing.
 TRIVIAL = {
     "functions return None": "return None",
     "functions return []": "return []",
@@ -101,14 +101,14 @@ for b in a:
 }
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
-# What tests in rLLM's sets end with.
+# The end of tests in rLLM's sets.
 _CHECKED_METHOD = re.compile(r"^check\(Solution\(\)\.(\w+)\)", re.MULTILINE)
 _PICKLE_ENDS = {b".", b"\x94.", b"q\x00."}
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The program is run for each pair of an input and the output that it must print."""
+    """The program is run for each pair of an input and the output that the program must print."""
 
     pairs: list[tuple[str, str]]
     language: str = "python"
@@ -117,17 +117,15 @@ class Outputs:
         return len(self.pairs)
 
     def trivial_programs(self) -> dict[str, str]:
-        """Programs that compute nothing, by what they do."""
+        """Return programs that compute nothing, by a description."""
         printing = {"nothing is printed": "", "many numbers are printed": "print(*range(100_000), sep='\\n')"}
         return printing if self.language == "python" else {"nothing is printed": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """`function` is called with each list of `arguments`. `expected`: for each call, the values that are right.
-
-    int_keys: a dict as first argument gets int keys, where its keys are digits.
-    """
+    """`function` is called with each list of `arguments`. `expected`: the right values of each call. int_keys: a dict
+    as first argument gets integers for keys of digits."""
 
     function: str
     arguments: list[list[Any]]
@@ -144,10 +142,8 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """Python code that raises an exception if the program is wrong. `prepare` is run before all `tests`.
-
-    candidate: the function under test. prompt: the beginning of the program. pytest_style: `prepare` has the tests.
-    """
+    """Python code that raises an exception if the program is wrong. `prepare` is run before all `tests`. candidate: the
+    function under test. prompt: the beginning of the program. pytest_style: `prepare` has the tests."""
 
     prepare: list[str]
     tests: list[str]
@@ -158,7 +154,7 @@ class Asserts:
     language: str = "python"
 
     def __len__(self) -> int:
-        """How many tests there are; those of pytest's kind are counted once they are collected."""
+        """Return the number of tests. Tests of pytest count as 1 until they are collected."""
         return len(self.tests) or 1
 
     def trivial_programs(self) -> dict[str, str]:
@@ -179,7 +175,11 @@ def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
 
 
 def read_tests(row: Row) -> Tests:
-    """The tests of the row. Raises RewardError if they are missing, not understood, or evidently cannot fail."""
+    """Return the tests of the row. Raises RewardError if tests are missing, not understood, or evidently cannot fail.
+
+    >>> read_tests({"tests": [{"input": "1 2", "output": "3"}]})
+    Outputs(pairs=[('1 2', '3')], language='python')
+    """
     _, is_method, entry = str(row.get("entry_point") or "").rpartition("Solution().")
     if entry and not entry.isidentifier():
         raise RewardError(f"the row's entry_point {entry!r} is not the name of a function, so its tests are not judged")
@@ -192,8 +192,8 @@ def read_tests(row: Row) -> Tests:
 
 
 def unnamed(row: Row, prompt: str) -> str | None:
-    """The function or the class that the row's tests use, if the prompt names none of those that they use; no program
-    passes them but by chance. Raises RewardError."""
+    """Return a function or class that the row's tests use, if the prompt names no function or class of the tests.
+    Without a name, programs pass only by chance. Raises RewardError."""
     tests = read_tests(row)
     names: Sequence[str] = ()
     if isinstance(tests, Calls):
@@ -204,7 +204,7 @@ def unnamed(row: Row, prompt: str) -> str | None:
 
 
 def solutions_of(row: Row) -> list[str]:
-    """The first of the row's own solutions, as text that could be a completion."""
+    """Return the first of the row's own solutions, as texts that could be completions."""
     solutions: list[str] = []
     for name in "canonical_solution", "gold_standard_solution", "solution", "solutions", "code":
         value = row.get(name)
@@ -221,14 +221,14 @@ def solutions_of(row: Row) -> list[str]:
 
 
 class _Infinities(ast.NodeTransformer):
-    """`inf`, which LeetCodeDataset imports for its tests, becomes a number."""
+    """Replaces `inf`, which LeetCodeDataset imports for its tests, by a number."""
 
     def visit_Name(self, name: ast.Name) -> ast.expr:
         return ast.Constant(math.inf) if name.id == "inf" else name
 
 
 def _of_method(method: str, test: str, row: Row) -> Tests:
-    """LeetCodeDataset: asserts of what a method returns for arguments by name, which stand in the order of its own."""
+    """Read LeetCodeDataset: asserts that compare a method's result. Named arguments are in the method's order."""
     calls: list[tuple[list[Any], Any]] = []
     for node in ast.walk(ast.parse(test if is_python(test) else "")):
         match node:
@@ -244,7 +244,7 @@ def _of_method(method: str, test: str, row: Row) -> Tests:
 
 
 def _of_any(value: Any, row: Row) -> Tests:
-    """Tests in one of the shapes that several sets use."""
+    """Read tests in a shape that several sets use."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = _parsed(value)
     match value:
@@ -289,7 +289,7 @@ def _of_cases(cases: list[Mapping[str, Any]], row: Row) -> Tests:
 
 
 def _of_key(key: str, value: Any, row: Row) -> Tests:
-    """Tests in an object, which may have the language, too."""
+    """Read tests in an object, which may also have the language."""
     inner = _parsed(value)
     if not isinstance(inner, Mapping) or key not in inner:
         raise RewardError(f"the row has no tests: the object that should have them has no {key}")
@@ -321,13 +321,13 @@ def _of_code_contests(_: Any, row: Row) -> Tests:
 
 
 def _of_code(sources: Sequence[str], row: Row) -> Tests:
-    """Tests that are Python code."""
+    """Read tests that are Python code."""
     candidate, prompt = row.get("entry_point"), row.get("code_prompt") or row.get("prompt")
     begins = prompt if candidate and isinstance(prompt, str) and f"def {candidate}" in prompt else ""
     prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
     head = re.split(rf"^def {candidate}\b", begins, maxsplit=1, flags=re.MULTILINE)[0]
     if is_python(head):
-        prepare.append(head)  # it may define other names that the tests use
+        prepare.append(head)  # the head may define other names for the tests
     tests = list(sources)
     with explain((SyntaxError, ValueError, RecursionError), "the row's tests are not valid Python: {why}", RewardError):
         pytest_style = static_checks.is_pytest_style(tuple(tests))
@@ -381,7 +381,7 @@ def _outputs(pairs: Sequence[tuple[Any, Any]], row: Row) -> Outputs:
 def _calls(
     function: str, calls: list[tuple[list[Any], Any]], row: Row, *, in_lists: bool, int_keys: bool = False
 ) -> Calls:
-    """in_lists: if each result is a list of one value, as often in TACO and APPS, that value is right, too."""
+    """in_lists: if all results are lists of one value, as often in TACO and APPS, the bare value is right, too."""
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests call {function}, which needs Python, but its language is {language}")
     expected = [[value] for _, value in calls]
@@ -393,7 +393,7 @@ def _calls(
 
 
 def _call(arguments: Any, result: Any, a_line_each: bool) -> tuple[list[Any], Any]:
-    """The arguments and the result of a call. Values, or texts of JSON: of the list of arguments, or of one a line."""
+    """Return the arguments and the result of a call, from values or texts of JSON (a list, or an argument a line)."""
     if isinstance(arguments, str):
         lines = [line for line in arguments.split("\n") if line.strip()]
         arguments = [_parsed(line) for line in lines] if a_line_each else _parsed(arguments)
@@ -404,7 +404,7 @@ def _call(arguments: Any, result: Any, a_line_each: bool) -> tuple[list[Any], An
 
 
 def _function(case: Mapping[str, Any], row: Row) -> str | None:
-    """The function that a case calls; None if it runs a program that reads stdin."""
+    """Return the function that a case calls, or None for a program that reads stdin."""
     kind = case.get("testtype") or case.get("type") or ("function_call" if case.get("fn_name") else "stdin")
     if kind in STDIN_KINDS:
         return None
@@ -426,20 +426,20 @@ def _language(row: Row) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as text. Some sets store the lines of a text as a list."""
+    """Return a value as text. Some sets store the lines of a text as a list."""
     if value is None:
         return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _defined(row: Row) -> frozenset[str]:
-    """The functions that the row's own solutions define."""
+    """Return the functions that the row's own solution defines."""
     trees = [ast.parse(solution) for solution in solutions_of(row)[:1] if is_python(solution)]
     return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, static_checks.Function))
 
 
 def is_python(text: str) -> bool:
-    """True if it can be parsed."""
+    """Return whether the text can be parsed."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -448,21 +448,19 @@ def is_python(text: str) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """`value`, or what the JSON or the Python literal means that it is the text of."""
+    """Return the value of a text of JSON or of a Python literal; any other `value` unchanged."""
     if not isinstance(value, str):
         return value
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
     with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return json.loads(json.dumps(ast.literal_eval(value)))  # a tuple is a list
+        return json.loads(json.dumps(ast.literal_eval(value)))  # a tuple becomes a list
     raise RewardError(f"the row's tests contain {value[:60]!r}, which is neither JSON nor a literal of plain data")
 
 
 def _unpacked(text: str) -> str:
-    """The JSON in a compressed field of LiveCodeBench: a str, pickled, compressed and in base64.
-
-    Nothing is unpickled. The pickle of a str is its length and its UTF-8, between a few bytes; any other is refused.
-    """
+    """Return the JSON in a compressed field of LiveCodeBench: a str, pickled, compressed and in base64. Nothing is
+    unpickled: the pickle of a str is the length and the UTF-8, between a few bytes, and any other pickle is refused."""
     unpacking = zlib.decompressobj()
     wrong = "the row's private_test_cases are neither JSON nor compressed JSON: {why}"
     with explain((ValueError, zlib.error), wrong, RewardError):

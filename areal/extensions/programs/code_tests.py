@@ -1,10 +1,10 @@
 """The reward `code`: runs a row's tests on the program in a completion, in a sandbox.
 
-`areal.extensions.programs.code_rows` reads the tests. How each kind is run:
+`areal.extensions.programs.code_rows` reads the tests. The kinds of tests and their runs:
 
-* Outputs: once per test. The program reads stdin; what it prints is compared outside the sandbox.
+* Outputs: a run for each test. The program reads stdin; its output is compared outside the sandbox.
 * Calls: `call_runner.py` calls the program's function; the results are compared outside the sandbox.
-* Asserts: `tests_runner.py` runs them: outside, in a process that the program cannot reach, or inside.
+* Asserts: `tests_runner.py` runs them, outside in a process that the program cannot reach, or inside.
 """
 
 import ast
@@ -37,38 +37,38 @@ Way = Literal["outside", "inside"]
 
 _FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
-# To find where Python ends: how many ends of a block are tried, and how many characters are parsed in all.
+# The search for the end of Python: the most ends of a block that are tried, and characters parsed in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-# How many facts about rows are remembered.
+# The number of facts about rows that are remembered.
 _KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
-# What runs tests in the sandbox, and is not imported here.
+# Modules that run tests in the sandbox, and are not imported here.
 _SOURCES = {
     name: Path(__file__).with_name(name).read_bytes() for name in ("tests_runner.py", "call_runner.py", "plain_data.py")
 }
-# Why a row is refused whose solutions do not pass.
+# Reasons to refuse a row: the solutions do not pass, or the tests need to run inside.
 FAILS = "the row's own solution does not pass them so"
 REFUSED_OUTSIDE = "the row's tests cannot be judged outside the program"
-# CPU time of a program that computes nothing, and of its tests.
+# CPU time of a program that computes nothing, and of the tests.
 _TRIVIAL_SECONDS = 1.0
-# How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
+# The largest error of a number, relative to the right number, and in any case: the noise of sums that are 0.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
 _FEW_DECIMALS = 6
 _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?", re.IGNORECASE)
 
 
 class CodeTests:
-    """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
-    Part `inside`: 1.0 if the tests ran beside the program, which can forge their verdict.
+    """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share of passed
+    tests. Part `inside`: 1.0 if the tests ran beside the program, which can forge the verdict.
 
-    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes that computes nothing is no
-    row. Whether a row can be judged, and in which way, is found out before a program is judged: with the row's own
-    solutions, or else with what its tests need. From then on there is a score, whatever the program does.
+    Options are the fields of SandboxConfig, and refuse_weak: refuse a row if a program that computes nothing passes its
+    tests. Before a program is judged, the row's own solutions, or else the needs of the tests, show whether and how the
+    row can be judged. After this check there is a score, whatever the program does.
     """
 
-    concurrent = False  # each call has the cores that its programs need
+    concurrent = False  # a call has the cores that its programs need
 
     def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
@@ -76,13 +76,13 @@ class CodeTests:
         self._refuse_weak = refuse_weak
         self._facts: dict[bytes, str | None] = {}
         self._sandbox = open_sandbox(self._config)
-        self._runner = _SOURCES if self._config.url else {}  # a sandbox on this machine has them
+        self._runner = _SOURCES if self._config.url else {}  # a sandbox on this machine has the sources
 
     def close(self) -> None:
         self._sandbox.close()
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """The score and its parts. Raises RewardError if the row cannot be judged, before the program is run, and
+        """Return the score and its parts. Raises RewardError before the program is run if the row cannot be judged, and
         SandboxError if the sandbox fails; neither counts as a score."""
         tests = read_tests(row)
         way = await self.way(row)
@@ -93,7 +93,7 @@ class CodeTests:
         return float(all(results)), {"passed": sum(results) / len(results), **inside}
 
     async def way(self, row: Mapping[str, Any]) -> Way:
-        """Where tests of the row run: outside the program, or inside, beside it. Raises RewardError if they cannot."""
+        """Return where the row's tests run: outside the program, or inside, beside it. Raises RewardError."""
         tests = read_tests(row)
         if not isinstance(tests, Asserts):
             return "outside"
@@ -112,13 +112,13 @@ class CodeTests:
         return "inside"
 
     async def weakness(self, row: Mapping[str, Any]) -> str | None:
-        """What is in a program that passes the row's tests and computes nothing, or None. Raises RewardError."""
+        """Describe a program that passes the row's tests and computes nothing, or return None. Raises RewardError."""
         return await self._once(self._weakness, await self.way(row), read_tests(row))
 
     async def _once(
         self, find: Callable[[Way, Any, Sequence[str]], Awaitable[str | None]], way: Way, tests: Tests, *programs: str
     ) -> str | None:
-        """What one of the two methods below finds out about tests."""
+        """Return a remembered fact about tests, or find it by `_hindrance` or `_weakness`."""
         key = sha256(f"{find.__name__} {way} {tests!r} {programs!r}".encode(errors="replace")).digest()
         if key not in self._facts:
             self._facts[key] = await find(way, tests, programs)
@@ -127,7 +127,7 @@ class CodeTests:
         return self._facts[key]
 
     async def _hindrance(self, way: Way, tests: Asserts, programs: Sequence[str]) -> str | None:
-        """Why right programs would not pass the tests in this way, or None. programs: the row's solutions."""
+        """Return why right programs would not pass the tests in this way, or None. programs: the row's solutions."""
         needs = tests.needs.unsafe or (None if programs else tests.needs.beyond)
         if way == "outside" and needs:
             return f"they need {needs}"
@@ -148,8 +148,8 @@ class CodeTests:
     async def _results(
         self, code: str, tests: Tests, way: Way, reasons: list[str] | None = None, trivial: bool = False
     ) -> list[bool]:
-        """Which of the tests a program passes. reasons: gets why the tests cannot be run. trivial: the program computes
-        nothing, so it gets little time, and the first test that it fails is the last."""
+        """Return whether the program passes each test. reasons: gets the reasons why tests cannot be run. trivial: the
+        program computes nothing, so its time is short, and the first failed test is the last."""
         results = [False] * len(tests)
         reasons = [] if reasons is None else reasons
         try:
@@ -175,7 +175,7 @@ class CodeTests:
                 break
 
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
-        """All calls in one run. If a limit ends it after some answers, the others get another run."""
+        """Make all calls in one run. If a limit ends the run after some answers, the other calls get another run."""
         files = {"program.py": code.encode(errors="replace"), **self._runner}
         main = "import call_runner\ncall_runner.main()\n"
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
@@ -193,8 +193,8 @@ class CodeTests:
                 position += 1
 
     async def _run_asserts(self, code: str, tests: Asserts, way: Way, trivial: bool) -> list[list[str]]:
-        """The words of each line of the verdict (tests_runner.py). All tests are in one run, in which the
-        program and, outside it, the tests may each use `cpu_seconds`."""
+        """Return the words of each line of the verdict (tests_runner.py). All tests are in one run. The program and,
+        outside it, the tests may each use `cpu_seconds`."""
         seconds = min(self._config.cpu_seconds, _TRIVIAL_SECONDS if trivial else math.inf)
         nonce = secrets.token_hex(16)
         job = {
@@ -214,7 +214,7 @@ class CodeTests:
 
 
 def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], str | None]:
-    """Which tests passed, and why the tests cannot be run, or None. count: how many there are, if no line says it."""
+    """Return which tests passed, and why tests cannot be run, or None. count: of tests, unless a line tells it."""
     words = {line[0]: line[1] for line in reversed(lines) if len(line) == 2}
     count = int(words.get("tests", count))
     if count == 0:
@@ -223,12 +223,16 @@ def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], st
 
 
 def _whole(code: str, tests: Asserts) -> str:
-    """The program, which begins with the row's prompt where the tests say so."""
+    """Return the program, after the row's prompt if the tests need the prompt."""
     return continued(tests.prompt, code, tests.candidate) if tests.prompt and tests.candidate else code
 
 
 def program_in(completion: str, language: str = "python") -> str:
-    """The last fenced block of `language`, else the last block that names no language, else the whole completion."""
+    """Return the last fenced block of `language`, else the last block without a language, else the whole completion.
+
+    >>> program_in("So:\\n```python\\nprint(3)\\n```")
+    'print(3)\\n'
+    """
     blocks = list(_blocks(completion))
     named = [code for label, code in blocks if label in LANGUAGES.get(language, {language})]
     unnamed = [code for label, code in blocks if not label]
@@ -236,10 +240,9 @@ def program_in(completion: str, language: str = "python") -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The label and the content of each fenced block, which begins and ends with ``` or ~~~. A block of Python ends at
-    the first fence before which it is valid Python, because programs have fences in their texts. Any other block ends
-    at the first fence on a line of its own or, if there is none, at the first fence. What indents the opening fence, as
-    in an item of a list, indents no line of its block."""
+    """Yield the label and the content of each fenced block (``` or ~~~). A block of Python ends at the first fence
+    after valid Python, because programs have fences in their texts. Any other block ends at the first fence alone on a
+    line, or else at the first fence. The opening fence's indent is removed from the lines."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
     budget = _MOST_CHARACTERS
     position = 0
@@ -279,28 +282,32 @@ def _is_alone(text: str, start: int, end: int) -> bool:
 
 
 def continued(prompt: str, code: str, function: str) -> str:
-    """The prompt, followed by the code. Code that does not define `function` is taken as its body and the definitions
-    that follow it; if something else follows, as its body up to the first unindented line."""
+    """Return the prompt, followed by the code. Code that does not define `function` counts as the function's body with
+    definitions after it. If anything else follows, the code is cut at the first unindented line."""
     if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
         return f"{prompt}\n\n{code}"
     if is_python(prompt + code) and all(isinstance(node, _DEFINITIONS) for node in ast.parse(prompt + code).body):
         return prompt + code
     lines = code.split("\n")
-    # The first line may lack its indent, because the prompt may end with it.
+    # The first line may lack the indent, because the prompt may end with it.
     end = next((i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()), len(lines))
     return prompt + "\n".join(lines[:end]) + "\n"
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True if the texts have the same lines, without the white space around the text and around each line. A line that
-    has other words may pass, too: if each word equals the one wanted or is a number close to it (`_same_word`), and the
-    white space between them is the same or all words are numbers."""
+    """Return whether the texts have the same lines, up to white space around the text and around a line. A line also
+    passes if its words are equal or close numbers (`_same_word`), and the space between them is equal or all are
+    numbers.
+
+    >>> same_output("0.3333333\\n", "0.33333334")
+    True
+    """
     printed_lines, expected_lines = _lines(printed), _lines(expected)
     return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
 
 
 def same_result(answer: str, expected: Any) -> bool:
-    """True if the text is the JSON of `expected`; numbers are compared closely. One that raises is False."""
+    """Return whether the text is the JSON of `expected`, with close numbers. False if the comparison raises."""
     try:
         return _same_value(json.loads(answer), expected)
     except (ArithmeticError, ValueError, RecursionError):
@@ -325,7 +332,7 @@ def _same_value(value: Any, expected: Any) -> bool:
 def _same_line(line: str, expected: str) -> bool:
     if line == expected:
         return True
-    # Words, and between them the white space that separates them.
+    # Words, and the white space between them.
     words, expected_words = re.split(r"(\s+)", line), re.split(r"(\s+)", expected)
     if len(words) != len(expected_words) or not all(map(_same_word, words[::2], expected_words[::2])):
         return False
@@ -333,9 +340,8 @@ def _same_line(line: str, expected: str) -> bool:
 
 
 def _same_word(word: str, expected: str) -> bool:
-    """True if the words are equal, but for a point and zeros behind an integer; or if the wanted one is a number with
-    decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the last
-    decimal if those are fewer than six."""
+    """Return whether the words are equal, up to a point and zeros behind an integer. A number with decimals may be off
+    by a millionth, and by at most one in the last decimal if there are fewer than six."""
     if word == expected or (expected.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(expected)}\.0*", word)):
         return True
     number, expected_number = _number(word), _number(expected)
@@ -352,7 +358,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    """The number that a word is, if a float can be so large."""
+    """Return the number in a word, if a float can be as large, else None."""
     number = Decimal(word) if _NUMBER.fullmatch(word) else Decimal("nan")
     return number if math.isfinite(float(number)) else None
 

@@ -5,10 +5,9 @@
 PACKAGES are folders of Python packages, joined by `:`, which programs can import. CGROUP is a control group that is
 delegated to the sandbox, or empty.
 
-The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. It then creates a sandbox for each message
-that it receives there. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket. The
-result is sent on that socket; closing the other end of it stops the program. When the script ends, every process in its
-sandboxes ends.
+The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. Every message on the
+socket creates a sandbox. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket for
+the result. Closing its other end stops the program. When the script ends, all processes in its sandboxes end.
 
     worker ── launcher ── server, process 1 of namespaces that see the system's folders and nothing else
                             └─ for each program: init, process 1 of the program's own namespaces; it enforces the limits
@@ -16,7 +15,7 @@ sandboxes ends.
 
 A Python program runs in a fork of this interpreter: starting a new interpreter would take longer than everything else.
 
-These processes never hold anything secret: a program that could read all their memory would learn only its own input.
+No process here holds anything secret: a program that could read all memory would learn only the program's input.
 """
 
 import _thread
@@ -45,10 +44,10 @@ import types
 from errno import EINVAL, ENOSYS, EPERM
 
 TICK_SECONDS = 0.01
-# One of many commands is idle if it uses less than this share of a core for so long: its caller is told, once.
+# A sandbox of many commands is idle after this time with less than this share of a core: the caller is told, once.
 IDLE_SECONDS, IDLE_SHARE = 1.0, 0.05
-# The CPU time that a look at the memory of a program may take, by the clock BUSY times that, since the machine may have
-# other work; and what is read of one file in /proc. A program can make each large. What exceeds it counts as the most.
+# The most CPU time of a look at a program's memory (by the clock BUSY times as long, since the machine may have other
+# work), and the most bytes read of a file in /proc. A program can make both large; an excess counts as the most.
 LOOK_SECONDS, BUSY = 2.0, 5
 READ_BYTES = 1 << 18
 PAGE = resource.getpagesize()
@@ -56,26 +55,26 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # In the namespace, user 0 is the user that started the sandbox. Programs run as user 1 if root can map that.
 PROGRAM_ID = 1
 OVERFLOW_ID = 65534
-# The root of programs: new folders, and those of the system.
+# The root of programs: new folders, and folders of the system.
 OWN_FOLDERS = ("proc", "tmp", "dev", "etc")
 SYSTEM_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-# What the kernel uses at most for a full pipe, for each file that epoll watches, for each area of an address space (and
-# how many areas a process has at most), for an open file that is a pipe or epoll, and for data sent to a Unix socket.
+# The most that the kernel uses for a full pipe, for a file that epoll watches, for an area of an address space (and the
+# most areas of a process), for an open pipe or epoll, and for data sent to a Unix socket.
 PIPE_BYTES = 16 * PAGE
 WATCH_BYTES = 256
 AREA_BYTES, MOST_AREAS = 256, 1 << 16
 FILE_BYTES = 1 << 20
 with socket.socket(socket.AF_UNIX) as example:
     SOCKET_BYTES = example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-# Of the names of this sandbox's control groups. Others may use the same delegated group.
+# Prefix of the names of a sandbox's control groups. Several sandboxes may use a delegated group.
 GROUP_PREFIX = f"areal-{os.urandom(4).hex()}-"
-# Files and folders in the working folder of a program, and in that of many commands.
+# The most files and folders in the working folder of a program, and of a sandbox of many commands.
 MOST_FILES, MOST_FILES_OF_MANY = 1 << 12, 1 << 16
-# Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
+# Address space allowed beyond the memory limit: JavaScript reserves gigabytes without touching them.
 RESERVED_BYTES = 4 << 30
-# The stack that a thread may reserve beyond it, for deep recursion; what it uses of that counts.
+# The stack that a thread may reserve beyond the limit, for deep recursion. The used part counts.
 STACK_BYTES = (1 << 30) + (1 << 26)
-# Where `python` and `python3` are this very Python: not every system has a `python`.
+# The folder in which `python` and `python3` are the interpreter of the run: not every system has a `python`.
 PYTHONS = "/packages/bin"
 ENVIRONMENT = {
     "PATH": f"{PYTHONS}:/usr/local/bin:/usr/bin:/bin",
@@ -104,7 +103,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """What a function of libc returns. If it fails, raises OSError with its name."""
+    """Return the result of a function of libc. Raises OSError with the function's name if the call fails."""
     result = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -127,11 +126,10 @@ for name in MODULES:
 
 # --- the filter on system calls
 
-# The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
+# The refused system calls, with their numbers on x86-64 and on arm64 (-1: missing there). The calls give access to
 # other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that
-# belongs to no process and would therefore not be counted (memfd, System V), what the whole machine has few of
-# (io_setup, inotify), the locks of files that all programs see (flock), and signals that seem to come from a timer
-# (rt_sigqueueinfo).
+# belongs to no process and would not be counted (memfd, System V), scarce resources of the whole machine (io_setup,
+# inotify), locks of files that all programs see (flock), and signals that seem to come from a timer (rt_sigqueueinfo).
 REFUSED = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
@@ -157,9 +155,9 @@ REFUSED = {
     "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "uselib": (134, -1), "_sysctl": (156, -1),
     "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-# Those that put pages into pipes and sockets, where they are not counted. Programs then read and write instead.
+# Calls that put pages into pipes and sockets, where pages are not counted. Programs then read and write instead.
 INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)}
-# Those that succeed and do nothing. They write to disks, or change what the kernel caches of others' files.
+# Calls that succeed and do nothing, instead of writing to disks or changing the kernel's cache of foreign files.
 NEEDLESS = {
     "sync": (162, 81),
     "syncfs": (306, 267),
@@ -178,9 +176,9 @@ SHARED_MEMORY, MAP_HUGETLB = 0x21, 0x40000  # MAP_SHARED | MAP_ANONYMOUS
 MS_SYNC = 4
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
-# Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite asks for them even where only one process
-# uses a file; the last one of the first twelve, which are allowed; and those allowed beyond. The others are locks of
-# open files, leases, signals about folders, and the size of a pipe.
+# Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite wants locks even if only one process uses
+# a file; the last of the first twelve, all allowed; and further allowed commands. Refused are locks of open files,
+# leases, signals about folders, and the size of a pipe.
 FCNTL_LOCKS, FCNTL_LAST, FCNTL_MORE = (6, 7), 11, (1030, 1032, 1034)
 PR_SCHED_CORE, PR_FUTEX_HASH = 62, 78  # no program of today needs PR_FUTEX_HASH, which takes memory, or anything above
 # Instructions of classic BPF, and the return values of a filter.
@@ -193,12 +191,12 @@ def answer_if(test, value, answer):
 
 
 def argument(number, mask=0xFFFFFFFF):
-    """Loads the low half of an argument: what the kernel reads of an `int`."""
+    """Load the low half of an argument: the half that the kernel reads as an `int`."""
     return [(LOAD, 0, 0, 16 + 8 * number), (AND, 0, 0, mask)]
 
 
 def only(number, value, mask=0xFFFFFFFF):
-    """Refuses the call if an argument has another value."""
+    """Refuse the call if an argument has another value."""
     return [*argument(number, mask), (EQUAL, 1, 0, value), (ANSWER, 0, 0, ERRNO | EPERM)]
 
 
@@ -212,7 +210,7 @@ def for_all(values, check):
 
 UNIX = [*only(0, AF_UNIX), *only(1, SOCK_STREAM, SOCK_TYPE)]
 CALLER = only(0, 0)  # 0 is the process or thread that calls
-# Those that are refused or not by their arguments: their numbers, and what is checked.
+# Calls that are refused depending on their arguments: the numbers, and the checks.
 CHECKED = {
     "clone": (56, 220, [*only(0, 0, ALL_NAMESPACES), *never(0, CLONE_THREAD, CLONE_THREAD | CLONE_FILES)]),
     # Shared anonymous memory outlives every process that has touched it; huge pages are not counted as resident.
@@ -240,10 +238,10 @@ CHECKED = {
 
 
 def filter_program(machine):
-    """The filter in the kernel's format. Raises KeyError if `machine` is not in MACHINES."""
+    """Return the filter in the kernel's format. Raises KeyError if `machine` is not in MACHINES."""
     architecture, column = MACHINES[machine]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (ANSWER, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    # System calls that are newer than this list, and those of the x32 interface. Without clone3, libc uses clone.
+    # System calls newer than the tables, and calls of the x32 interface. Without clone3, libc uses clone.
     steps += [*answer_if(AT_LEAST, LAST_KNOWN + 1, ERRNO | ENOSYS), *answer_if(EQUAL, CLONE3, ERRNO | ENOSYS)]
     for table, error in ((REFUSED, EPERM), (INVALID, EINVAL), (NEEDLESS, 0)):
         for numbers in table.values():
@@ -264,7 +262,7 @@ def install_filter(program):
 
 
 def enter_user_namespace():
-    """Creates a user namespace. True if programs can run in it as another user than the one of this script."""
+    """Create a user namespace. Return whether programs can run in the namespace as another user than this script's."""
     uid, gid = os.geteuid(), os.getegid()
     extra = f"\n{PROGRAM_ID} {OVERFLOW_ID} 1" if uid == 0 else ""
     target = os.getpid()
@@ -298,13 +296,13 @@ def write(path, text):
 
 
 def add_packages(folders):
-    """Find the run's packages before those beside the interpreter, which may be other versions."""
+    """Find the run's packages before packages of perhaps other versions beside the interpreter."""
     first = next((i for i, folder in enumerate(sys.path) if folder.endswith("-packages")), len(sys.path))
     sys.path[first:first] = folders
 
 
 def enter_root(folders, packages):
-    """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
+    """Switch to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
     `packages` are the folders at /packages/0, /packages/1, ...; their paths on the host are not shown."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
@@ -345,7 +343,7 @@ def enter_root(folders, packages):
 
 
 def bind(path, target=None):
-    """Mounts a file or folder of the host at `target`, or else at the same path, if the host has it."""
+    """Mount a file or folder of the host, if there is one, at `target` or else at the same path."""
     source, path = f"/old{path}", target or path
     if not os.path.exists(source) or os.path.exists(path):
         return
@@ -357,8 +355,8 @@ def bind(path, target=None):
 
 
 def serve(requests, start):
-    """Calls `start` for each request, each in its own process, until the worker closes the socket."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+    """Call `start` for each request, in a new process, until the worker closes the socket."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.freeze()  # else garbage collection in a program would copy every page that is loaded here
     requests.send(json.dumps({"ready": True}).encode())
@@ -386,7 +384,7 @@ def serve(requests, start):
 
 
 class ProgramRunner:
-    """Runs each program in its own namespaces or, if `plain`, without namespaces."""
+    """Runs programs in namespaces of their own or, if `plain`, without namespaces."""
 
     def __init__(self, plain, other_user, groups):
         """groups: the folder for control groups of programs, or None."""
@@ -420,7 +418,7 @@ class ProgramRunner:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def answer(self, run, job, folder, descriptors):
-        """Runs the program of a job, ends all that it has left, and sends its result in one line."""
+        """Run the program of a job, end all remaining processes, and send the result in one line."""
         usage = PolledUsage(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
         program = usage.fork()
         if program == 0:
@@ -438,7 +436,7 @@ class ProgramRunner:
             run.sendall(json.dumps(result).encode() + b"\n")
 
     def make_folder(self, job):
-        """Creates an empty working folder for the program. It is removed with the sandbox."""
+        """Create an empty working folder for the program. The folder is removed with the sandbox."""
         if self.plain:
             return tempfile.mkdtemp(prefix="program-")
         most_files = MOST_FILES_OF_MANY if job["stays"] else MOST_FILES
@@ -448,7 +446,7 @@ class ProgramRunner:
         return "/tmp"
 
     def become(self, job, folder, descriptors):
-        """Turns this process into the program. Does not return."""
+        """Turn this process into the program. Does not return."""
         try:
             os.setsid()
             for number, descriptor in enumerate(descriptors):
@@ -467,7 +465,7 @@ class ProgramRunner:
             os._exit(127)
 
     def give_up(self, job):
-        """Sets the limits of this process, and drops every right that a program does not need."""
+        """Set the limits of the process, and drop every right without use for a program."""
         if self.other_user:
             os.setgroups([])
             os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
@@ -499,7 +497,7 @@ class ProgramRunner:
             install_filter(self.filter)
 
     def end_all(self):
-        """Kills every process that the program has left."""
+        """Kill every process that the program has left."""
         while True:
             if self.plain:
                 for pid in descendants():
@@ -515,7 +513,7 @@ class ProgramRunner:
 
 
 def run_python(path):
-    """Does in this process what `python path` would do in a new one. Does not return."""
+    """Do in this process what `python path` would do in a new process. Does not return."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT | {"HOME": os.getcwd()})
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -527,7 +525,7 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    # New ones: the launcher's know its kind of file. The second names keep them open where a program wraps them.
+    # New streams: the launcher's know its kind of file. The second names keep streams open when a program wraps them.
     streams = (("stdin", 0, "r", "strict"), ("stdout", 1, "w", "strict"), ("stderr", 2, "w", "backslashreplace"))
     for name, descriptor, mode, errors in streams:
         buffering = 1 if name == "stderr" else -1
@@ -552,12 +550,12 @@ def run_python(path):
 
 
 def depth():
-    """How many frames there are, that of the caller included."""
+    """Return the number of frames, the caller's included."""
     return 1 + sum(1 for _ in traceback.walk_stack(sys._getframe(1).f_back))
 
 
 def watch(program, ended, run, usage, job):
-    """Waits for the program. ended: can be read then. Returns (status, exit code) as outside.Outcome."""
+    """Wait for the program. ended: readable when the program is. Returns (status, exit code) as in outside.Outcome."""
     deadline = time.monotonic() + job["wall_seconds"]
     look, used = (time.monotonic() + IDLE_SECONDS if job["stays"] else math.inf), 0.0
     poll = select.poll()
@@ -576,21 +574,21 @@ def watch(program, ended, run, usage, job):
             return "stopped", None
         if (now := time.monotonic()) > deadline:
             return "timeout", None
-        if now > look:  # a machine with other work may give it no CPU time: hence its state, too
+        if now > look:  # a busy machine may give the program no CPU time, so the state counts, too
             used_before, used, look = used, usage.cpu_seconds(), now + IDLE_SECONDS
             runs = any(fields[0] in (b"R", b"D") for fields in descendants().values())
             if not runs and used - used_before < IDLE_SHARE * IDLE_SECONDS:
                 with contextlib.suppress(OSError):  # the caller is gone
                     run.sendall(b'{"idle": true}\n')
                 look = math.inf
-        pause = max(TICK_SECONDS, time.thread_time() - cpu_start)  # to look at many processes takes long
+        pause = max(TICK_SECONDS, time.thread_time() - cpu_start)  # a look at many processes takes long
 
 
 class ControlGroup:
-    """What a program uses, by the kernel's accounts: the program is started in a control group of its own."""
+    """A program's usage by the kernel's accounts: the program is started in a control group of its own."""
 
     def __init__(self, groups, job):
-        """Creates the group in the folder `groups`."""
+        """Create the group in the folder `groups`."""
         self.job = job
         self.groups, self.name = groups, f"{GROUP_PREFIX}{os.urandom(8).hex()}"
         os.mkdir(self.name, dir_fd=groups)
@@ -602,9 +600,9 @@ class ControlGroup:
                 write(f"/proc/self/fd/{self.folder}/{name}", str(value))
 
     def fork(self):
-        """os.fork, with the child in the group. Moving a process there later takes milliseconds."""
-        # libc knows no such call, and would not know the new process either. Hence that one forks as usual and ends.
-        # Its child is one of the first processes in the namespace, so that its id fits into an exit code.
+        """Fork with the child in the group. Moving a process there later takes milliseconds."""
+        # libc has no such call, and would not know the new process either. So a first child forks as usual and ends.
+        # The second child is among the first processes in the namespace, and the id fits into an exit code.
         clone = struct.pack("11Q", CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, self.folder)
         starter = call("syscall", ctypes.c_long(CLONE3), clone, ctypes.c_long(len(clone)))
         if starter:
@@ -617,7 +615,7 @@ class ControlGroup:
         os._exit(0)
 
     def exceeded(self):
-        """The status of a program that has exceeded a limit; else None."""
+        """Return the status of a program that has exceeded a limit; else None."""
         if b"\noom_kill 0\n" not in self.read("memory.events"):
             return "memory"
         return "timeout" if self.cpu_seconds() > self.job["cpu_seconds"] else None
@@ -634,26 +632,26 @@ class ControlGroup:
 
 
 class PolledUsage:
-    """What a program uses, by regular looks at all its processes."""
+    """A program's usage by regular looks at all its processes."""
 
     def __init__(self, job, plain):
-        """Created before the program, which the counter of CPU time then counts."""
+        """Has to come before the program: the counter of CPU time counts later processes."""
         self.job = job
         self.plain = plain
         self.counter = open_counter()
-        self.own_cpu = time.process_time()  # of this process, before the counter
+        self.own_cpu = time.process_time()  # CPU seconds of this process, before the counter
         self.earlier = kept_seconds({})  # CPU seconds of earlier programs
         self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
-        self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
+        self.seen_cpu = 0.0  # CPU seconds of all processes ever seen, up to the last look at each
         self.processes: dict[int, list[bytes]] = {}
-        self.looking = False  # closely at the memory, since it seemed to exceed the limit
+        self.looking = False  # closely at the memory, after a first excess
         self.look_began = None
         self.memory_exceeded = False
 
     fork = staticmethod(os.fork)
 
     def exceeded(self):
-        """The status of a program that has exceeded a limit; else None."""
+        """Return the status of a program that has exceeded a limit; else None."""
         self.processes = descendants()
         if self.cpu_seconds() > self.job["cpu_seconds"]:
             return "timeout"
@@ -665,15 +663,15 @@ class PolledUsage:
         return "memory" if self.memory_exceeded or late else None
 
     def cpu_seconds(self):
-        """CPU time of the program and of all that it started: the largest of three sums. None is ever too large.
+        """Return the CPU time of the program and its descendants: the largest of three sums. None is ever too large.
 
-        * What the kernel keeps. It lacks processes that nobody waited for (where SIGCHLD is ignored).
-        * What was seen. It lacks what processes used after the last look at them.
-        * What the counter says, where there is one. It lacks programs whose file the program itself may not read."""
+        * The kernel's accounts, without processes that nobody waited for (where SIGCHLD is ignored).
+        * The times seen, without CPU time after the last look at a process.
+        * The counter, if any, without programs with a file that the program itself may not read."""
         now = {pid: process_seconds(pid) for pid in self.processes}
         for pid, seconds in now.items():
             last_seconds = self.cpu.get(pid, 0.0)
-            # If it has used less than at the last look, it is another process of this id.
+            # A smaller time than at the last look belongs to another process with the same id.
             self.seen_cpu += seconds - (last_seconds if seconds >= last_seconds else 0.0)
         self.cpu = now
         return max(self.seen_cpu, kept_seconds(self.processes) - self.earlier, self.counted_seconds())
@@ -685,7 +683,7 @@ class PolledUsage:
         return counted - (time.process_time() - self.own_cpu)
 
     def watch_memory(self):
-        """Looks closely at the memory, in a thread: however long that takes, time and CPU time are checked."""
+        """Look closely at the memory, in a thread: meanwhile time and CPU time are still checked."""
         limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
             cpu_start, self.look_began = time.thread_time(), (time.process_time(), time.monotonic())
@@ -694,7 +692,7 @@ class PolledUsage:
             time.sleep(max(TICK_SECONDS, time.thread_time() - cpu_start))
 
     def memory_bytes(self, measure):
-        """Memory of all processes by `measure`, which is most_bytes or exact_bytes, and of Unix sockets."""
+        """Return the memory of all processes by `measure`, which is most_bytes or exact_bytes, and of Unix sockets."""
         sockets = 0 if self.plain else SOCKET_BYTES * lines("/proc/self/net/unix", math.inf)
         return sockets + measure([living_task(pid, fields) for pid, fields in self.processes.items()])
 
@@ -705,7 +703,7 @@ class PolledUsage:
 
 
 def reap(program):
-    """The program's exit code; None while it is running."""
+    """Return the program's exit code; None while the program is running."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == program:
@@ -715,8 +713,8 @@ def reap(program):
 
 
 def open_counter():
-    """A counter of the CPU time (ns) of this process and of those that it and they will start. None where the kernel's
-    setting perf_event_paranoid forbids it."""
+    """Return a counter of the CPU time (ns) of this process and of all descendants started later. None where the
+    kernel's setting perf_event_paranoid forbids the counter."""
     attributes = struct.pack("IIQQQQQ16x", PERF_SOFTWARE, 64, PERF_TASK_CLOCK, 0, 0, 0, PERF_INHERIT_NO_KERNEL)
     number = ctypes.c_long(PERF_EVENT_OPEN.get(platform.machine(), -1))
     counter = libc.syscall(number, attributes, ctypes.c_long(0), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(8))
@@ -724,7 +722,7 @@ def open_counter():
 
 
 def descendants():
-    """All direct and indirect child processes: for each id the fields of its `stat`."""
+    """Return all direct and indirect child processes: by id the fields of `stat`."""
     processes = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
     if processes.pop(1, None) and os.getpid() == 1:  # in its own namespace
         return processes
@@ -736,7 +734,7 @@ def descendants():
 
 
 def read(path):
-    """The content of a file, cut after READ_BYTES; empty if its process has ended, or may not be inspected."""
+    """Return the content of a file, cut after READ_BYTES; empty if its process has ended, or may not be inspected."""
     try:
         with open(path, "rb", buffering=0) as file:
             text = b""
@@ -748,18 +746,18 @@ def read(path):
 
 
 def lines(path, default):
-    """How many lines a file has; `default` if it is too long to be read."""
+    """Return the number of lines of a file; `default` if the file is too long to be read."""
     text = read(path)
     return text.count(b"\n") if len(text) < READ_BYTES else default
 
 
 def read_stat(task):
-    """The fields of /proc/TASK/stat after the process name; empty if the process has ended."""
+    """Return the fields of /proc/TASK/stat after the process name; empty if the process has ended."""
     return read(f"/proc/{task}/stat").rpartition(b")")[2].split()
 
 
 def process_seconds(pid):
-    """CPU time of a process, with all its threads and without its children."""
+    """Return the CPU time of a process, with all threads and without children."""
     try:
         return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid of libc
     except OSError:
@@ -767,14 +765,14 @@ def process_seconds(pid):
 
 
 def kept_seconds(processes):
-    """CPU time of processes, of those that they waited for, and of those that we waited for."""
+    """Return the CPU time of processes and of their ended children, and of ended children of this process."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     ticks = sum(sum(map(int, fields[11:15])) for fields in processes.values())
     return ended.ru_utime + ended.ru_stime + ticks / CLOCK_TICKS
 
 
 def living_task(pid, fields):
-    """The folder in /proc that tells of a process. Where its first thread has ended, it is another thread's."""
+    """Return the folder in /proc of a process, or of a living thread if the process's first thread has ended."""
     if fields[0] == b"Z":
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
@@ -784,13 +782,13 @@ def living_task(pid, fields):
 
 
 def fields_of(text):
-    """The numbers in lines such as `VmRSS:  1024 kB`, in bytes."""
+    """Return the numbers in lines such as `VmRSS: 1024 kB`, in bytes."""
     rows = (line.split() for line in text.splitlines())
     return {row[0]: 1024 * int(row[1]) for row in rows if len(row) == 3 and row[2] == b"kB"}
 
 
 def open_files(task):
-    """How many files a process has open."""
+    """Return the number of open files of a process."""
     try:
         return os.stat(f"{task}/fd").st_size or len(os.listdir(f"{task}/fd"))  # kernels before 6.2 say 0
     except OSError:
@@ -798,7 +796,7 @@ def open_files(task):
 
 
 def most_bytes(tasks):
-    """An upper bound of the memory of processes, read fast: memory that one shares is counted as its own."""
+    """Return an upper bound of the memory of processes, read fast: shared memory counts in full for each process."""
     total = 0
     for task in tasks:
         sizes = fields_of(read(f"{task}/status"))
@@ -809,12 +807,12 @@ def most_bytes(tasks):
 
 
 def exact_bytes(tasks):
-    """Memory of processes, and of the kernel for them: page tables, the areas of address spaces, pipes and what epoll
-    watches. A page that n processes share counts as 1/n of a page in each, a pipe counts once."""
+    """Return the memory of processes, and the kernel's memory for them: page tables, areas of address spaces, pipes and
+    watches of epoll. A page that n processes share counts as 1/n of a page in each, a pipe counts once."""
     total, pipes = 0, set()
     for task in tasks:
         shares = fields_of(read(f"{task}/smaps_rollup"))
-        if not shares:  # it has ended, or may not be inspected
+        if not shares:  # the process has ended, or may not be inspected
             total += most_bytes([task])
             continue
         total += shares.get(b"Pss:", 0) + shares.get(b"SwapPss:", 0)
@@ -844,7 +842,7 @@ def write_program_file(folder, name, content):
 
 
 def read_program_file(folder, name):
-    """The content of a file that the program has left, in base64; None if there is none."""
+    """Return the content of a file that the program has left, in base64, or None without such a file."""
     try:
         descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -854,19 +852,19 @@ def read_program_file(folder, name):
 
 
 def remove_groups(groups):
-    """Removes what programs have left that ended because the sandbox did."""
+    """Remove the groups of programs that ended with the sandbox."""
     for name in os.listdir(groups):
         if name.startswith(GROUP_PREFIX):
             os.rmdir(name, dir_fd=groups)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs and terminals send SIGINT: the worker decides
     _, descriptor, mode, packages, delegated, *folders = sys.argv
     requests, plain = socket.socket(fileno=int(descriptor)), mode == "none"
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
-    # What runs tests is loaded in advance, too.
+    # Modules that run tests are loaded in advance, too.
     sys.path.append(os.path.dirname(__file__))
     importlib.import_module("call_runner")
     tests_runner = importlib.import_module("tests_runner")

@@ -4,11 +4,11 @@
         outcome = await sandbox.run("print(int(input()) + 1)", stdin="41")
         assert outcome.stdout == "42\\n"
 
-On this machine each program runs in its own Linux namespaces (`inside.py`). It sees the system's folders, a
-small working folder that is removed afterwards, and nothing else. Before the first program runs, a probe tries to break
-out of the sandbox; if it succeeds, no program is run. With `sandbox.url`, a SandboxFusion server runs programs instead.
+On this machine every program runs in separate Linux namespaces (`inside.py`), and sees only the system's folders and
+a small working folder, removed afterwards. Before the first program runs, a probe tries to break out of the
+sandbox; if the probe succeeds, no program is run. With `sandbox.url`, a SandboxFusion server runs programs instead.
 
-Whatever a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError.
+Everything that a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from areal.base.errors import ToolError, UserError, explain
 from areal.config.scoring import SandboxConfig
 from areal.extensions.programs import inside as sandbox_init
 
-# Makes a block that has a slot. What the block gets gives the slot back before its end.
+# Opens a block that has a slot. Calling the block's value gives the slot back before the end of the block.
 Slot = Callable[[], AbstractAsyncContextManager[Callable[[], None]]]
 Status = Literal["ok", "killed", "timeout", "memory", "output", "not_compiled"]
 
 MIB = 1 << 20
 START_SECONDS = 30.0
-# Time beyond wall_seconds that the sandbox may take on a busy machine before it counts as failed.
+# Time beyond wall_seconds after which a sandbox on a busy machine counts as failed.
 GRACE_SECONDS = 30.0
 COMPILE_SECONDS = 60.0
 COMPILE_MIB = 2048
@@ -58,12 +58,9 @@ class SandboxError(ToolError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of running a program.
-
-    status: `ok` (it ended by itself), `killed` (by a signal), `timeout`, `memory` or `output` (it exceeded that limit
-    and was ended), `not_compiled` (stderr says why). exit: its exit code, the negative number of the signal, or None.
-    stdout and stderr: what it wrote, cut at the limit.
-    """
+    """The result of a program. status: `ok` (the program ended by itself), `killed` (by a signal), `timeout`, `memory`
+    or `output` (ended at this limit), `not_compiled` (stderr says why). exit: the exit code, the negative number of the
+    signal, or None. stdout and stderr: the output, cut at the limit."""
 
     status: Status
     exit: int | None
@@ -72,7 +69,7 @@ class Outcome:
 
     @property
     def transcript(self) -> str:
-        """Text for the author of the program: its output, and a note if it did not end by itself."""
+        """Text for the author of the program: the output, and a note if the program did not end by itself."""
         end = "" if self.status == "ok" else f"[it was ended: {self.status}]"
         return f"{self.stdout}{self.stderr}{end}"
 
@@ -83,7 +80,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How a program is run: `compiler`, if there is one, compiles `file` to `program`; then `command` runs it."""
+    """The way to run a program: an optional `compiler` compiles `file` to `program`; then `command` runs the result."""
 
     file: str
     command: tuple[str, ...]
@@ -91,7 +88,7 @@ class Language:
 
 
 PYTHON = os.path.realpath(sys.executable)
-# The names are those of SandboxFusion.
+# The names of languages are SandboxFusion's.
 LANGUAGES = {
     "python": Language("main.py", (PYTHON, "main.py")),
     "cpp": Language("main.cpp", ("./program",), ("g++", "-O2", "-std=c++17", "-o", "program", "main.cpp")),
@@ -101,15 +98,15 @@ LANGUAGES = {
 
 
 def open_sandbox(config: SandboxConfig) -> "ProgramSandbox":
-    """The sandbox that the configuration asks for, after a test of it. Raises UserError if the test fails."""
+    """Open the sandbox of the configuration, and test it. Raises UserError if the test fails."""
     return RemoteSandbox(config, config.url) if config.url else LocalSandbox(config)
 
 
 class LocalSandbox:
-    """Runs programs on this machine. Several may run at once."""
+    """Runs programs on this machine. Several programs may run at once."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Starts the launcher and, in mode namespaces, the probe. Raises UserError if one fails."""
+        """Start the launcher and, in mode namespaces, the probe. Raises UserError if either fails."""
         self._config = config
         self._built: dict[tuple[str, str], bytes | Outcome] = {}
         self._launcher, self._requests = _launch(config)
@@ -121,7 +118,7 @@ class LocalSandbox:
                 raise
 
     def close(self) -> None:
-        """Ends all programs."""
+        """End all programs."""
         self._requests.close()
         try:
             self._launcher.wait(GRACE_SECONDS)
@@ -139,11 +136,9 @@ class LocalSandbox:
         expected: int = 0,
         cpu_seconds: float | None = None,
     ) -> Outcome:
-        """Runs a program with the input `stdin` and with `files` (content by path) in its folder. Its output may have
-        `output_kib` more than the `expected` bytes. cpu_seconds: in place of that of the configuration.
-
-        Raises SandboxError. If the caller is cancelled, the program is killed.
-        """
+        """Run a program with the input `stdin` and with `files` (content by path) in its folder. The output may have
+        `output_kib` more than the `expected` bytes. cpu_seconds: replaces the configuration's limit. Raises
+        SandboxError. If the caller is cancelled, the program is killed."""
         spoken = LANGUAGES.get(language)
         if spoken is None:
             raise SandboxError(f"there is no language {language!r} here, only {', '.join(LANGUAGES)}")
@@ -160,7 +155,7 @@ class LocalSandbox:
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
-        """The compiled program, or the outcome of the failed compilation. The last one is kept for further tests."""
+        """Return the compiled program, or a failed compilation's outcome. The last one is kept for further tests."""
         key = (code, language)
         if key not in self._built:
             job = self._job(LANGUAGES[language].compiler, files) | {
@@ -175,7 +170,7 @@ class LocalSandbox:
         return self._built[key]
 
     async def _execute(self, job: Mapping[str, Any], stdin: str, expected: int = 0) -> tuple[Outcome, dict[str, bytes]]:
-        """The outcome of a job, and the files named in its `keep` that it left."""
+        """Return the outcome of a job, and the remaining files that `keep` names."""
         run, out, err = self._ask(job, stdin)
         reader, writer = await asyncio.open_connection(sock=run, limit=1 << 30)
         limit = self._config.output_kib * 1024 + expected
@@ -190,7 +185,7 @@ class LocalSandbox:
         return _outcome(_result(answer), *texts, limit)
 
     def _job(self, command: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
-        """The job that is sent to the launcher: everything that it gets to know of a program."""
+        """Return the job for the launcher: everything that the launcher learns about a program."""
         config = self._config
         return {
             "command": list(command),
@@ -206,7 +201,7 @@ class LocalSandbox:
         }
 
     def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, BinaryIO, BinaryIO]:
-        """Starts a program. Returns the socket for its result, and the pipes of its stdout and stderr."""
+        """Start a program. Returns the socket for the result, and the pipes of stdout and stderr."""
         if self._launcher.poll() is not None:
             self._requests.close()
             self._launcher, self._requests = _launch(self._config)
@@ -228,11 +223,11 @@ class LocalSandbox:
         return run, stdout, stderr
 
     async def stay(self, slot: Slot, **limits: float) -> "Commands":
-        """A sandbox for many commands, until it is closed. slot: what each of them runs in. limits: keys of a
-        job, in place of the configuration's. Raises SandboxError."""
+        """Open a sandbox for many commands, until it is closed. A command runs in a `slot`. limits: keys of a job, in
+        place of the configuration's. Raises SandboxError."""
         folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))
         path = sandbox_init.ENVIRONMENT["PATH"]
-        # Without namespaces there are no links to this Python.
+        # Without namespaces no links lead to the run's Python.
         environment = {"PATH": f"{path}:{Path(PYTHON).parent}", "PYTHONPATH": folders}
         job = self._job(["true"], {}) | limits | {"stays": True, "environment": environment}
         run, stdout, stderr = self._ask(job, "")
@@ -249,7 +244,7 @@ class LocalSandbox:
         return commands
 
     def _probe(self) -> None:
-        """Runs the probe. Raises UserError if the probe breaks out, or if no program runs at all."""
+        """Run the probe. Raises UserError if the probe breaks out, or if no program runs at all."""
         files = {"main.py": PROBE.encode()}
         shown = {Path(folder).parts[1] for folder in _folders(self._config)}
         expected = {*sandbox_init.OWN_FOLDERS, *sandbox_init.SYSTEM_FOLDERS, "packages", *shown}
@@ -272,7 +267,7 @@ class LocalSandbox:
 
 
 class Commands:
-    """Commands in turn in the same /tmp, each in a slot until it ends or waits, with all that it started."""
+    """Commands in turn in the same /tmp. A command and all its children have a slot until the command ends or waits."""
 
     def __init__(
         self,
@@ -286,16 +281,16 @@ class Commands:
         self._turn = asyncio.Lock()
 
     def close(self) -> None:
-        """End the sandbox, with all that is in it."""
+        """End the sandbox, with all its processes."""
         self._writer.close()
         self._run.close()
 
     async def run(
         self, command: Sequence[str], stdin: bytes, limits: Mapping[str, float], output: Output
     ) -> tuple[Status, int | None]:
-        """Run a command to its end. limits: keys of a job, among them `wall_seconds`, which counts from the command's
-        start. Returns the status and the exit code as in `Outcome`. Raises SandboxError. If the caller is cancelled
-        once it has started, the sandbox ends."""
+        """Run a command to its end. limits: keys of a job, among them `wall_seconds`, counted from the command's start.
+        Returns the status and the exit code as in `Outcome`. Raises SandboxError. If the caller is cancelled after the
+        start, the sandbox ends."""
         job = {**self._job, **limits, "command": list(command)}
         async with self._turn, self._slot() as give_back:
             try:
@@ -323,14 +318,14 @@ class Commands:
         return stdout
 
     async def answer(self, on_idle: Callable[[], None]) -> dict[str, Any]:
-        """The next result. on_idle: is called once the command only waits. Raises SandboxError."""
+        """Return the next result. on_idle: called once the command only waits. Raises SandboxError."""
         while "idle" in (result := _result(await self._reader.readline())):
             on_idle()
         return result
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A server that sends elsewhere is no server: programs go to the address of the configuration alone."""
+    """Refuses redirects: programs are sent only to the address in the configuration."""
 
     def redirect_request(self, *request: Any) -> None:
         return None
@@ -340,10 +335,10 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class RemoteSandbox:
-    """Runs programs on a SandboxFusion server, which has its own limits on memory, processes and files."""
+    """Runs programs on a SandboxFusion server, with the server's limits on memory, processes and files."""
 
     def __init__(self, config: SandboxConfig, url: str) -> None:
-        """Runs one test program. Raises UserError if that fails."""
+        """Run one test program. Raises UserError if that fails."""
         self._config = config
         self._address = f"{url.rstrip('/')}/run_code"
         with explain(SandboxError, f"sandbox.url is {config.url}, but {{why}}: start the server or correct the URL"):
@@ -352,7 +347,7 @@ class RemoteSandbox:
             raise UserError(f"sandbox.url is {config.url}, but programs do not run there: {outcome.stderr[:300]}")
 
     def close(self) -> None:
-        """Does nothing: no process was started."""
+        """Do nothing: no process was started."""
 
     async def run(
         self,
@@ -364,8 +359,8 @@ class RemoteSandbox:
         expected: int = 0,
         cpu_seconds: float | None = None,
     ) -> Outcome:
-        """As LocalSandbox.run, but with the server's own limit of CPU time. If the caller is cancelled, the server runs
-        the program on until its time limit."""
+        """Run a program as LocalSandbox.run does, but with the server's own limit of CPU time. If the caller is
+        cancelled, the server runs the program on until its time limit."""
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)
 
     def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes], expected: int = 0) -> Outcome:
@@ -412,7 +407,7 @@ ProgramSandbox = LocalSandbox | RemoteSandbox
 
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a launcher and waits until it is ready. Returns it and the socket for requests. Raises UserError."""
+    """Start a launcher, and wait for its readiness. Returns it and the socket for requests. Raises UserError."""
     folders = _folders(config)
     for folder in folders:
         if Path(folder).is_relative_to("/tmp"):
@@ -439,7 +434,7 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
 
 
 def _delegated(config: SandboxConfig) -> str:
-    """The control group in which programs get groups of their own; empty if there is none. Raises UserError."""
+    """Return the control group for programs' own groups; empty without `sandbox.cgroup`. Raises UserError."""
     if config.cgroup is None:
         return ""
     with (
@@ -455,19 +450,19 @@ def _delegated(config: SandboxConfig) -> str:
 
 
 def _folders(config: SandboxConfig) -> list[str]:
-    """The folders that programs see at the same path as this process, besides those of the system."""
+    """Return the folders that programs see at the paths of this process, besides the system's folders."""
     return [os.path.realpath(sys.base_prefix), *map(os.path.realpath, config.folders)]
 
 
 def _packages() -> list[str]:
-    """The folders of installed packages (numpy, ...) that this process can import from and another interpreter of the
-    same Python could not, because they are in a virtual environment."""
+    """Return the folders of installed packages (numpy, ...) in a virtual environment: importable in this process, but
+    not by another interpreter of the same Python."""
     folders = dict.fromkeys(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
     return [folder for folder in folders if not Path(folder).is_relative_to(os.path.realpath(sys.base_prefix))]
 
 
 def _sealed(content: bytes) -> int:
-    """A descriptor of a file in memory with `content`, which no process can change."""
+    """Return a descriptor of a file in memory with `content`, which no process can change."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -490,7 +485,7 @@ async def _add_all(reader: asyncio.StreamReader, output: Output) -> None:
 
 
 async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:
-    """The output of a pipe, at most one byte more than `limit`. The program is stopped if it exceeds `limit`."""
+    """Return the output of a pipe, at most one byte more than `limit`. A program that exceeds `limit` is stopped."""
     reader, transport = await _connected(pipe)
     with contextlib.closing(transport):
         try:
@@ -503,7 +498,7 @@ async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes
 
 
 def _result(answer: bytes) -> dict[str, Any]:
-    """The answer of the launcher. Raises SandboxError if it is empty or reports an error."""
+    """Return the answer of the launcher. Raises SandboxError if the answer is empty or reports an error."""
     if not answer:
         raise SandboxError("the sandbox ended without a result")
     result = json.loads(answer)
@@ -523,7 +518,7 @@ def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int
     return Outcome(status, code, printed, complaint), files
 
 
-# The probe: the first program in a sandbox. It prints a list of the forbidden things that it was able to do.
+# The probe: the first program in a sandbox. The probe prints a list of the forbidden actions that succeeded.
 PROBE = textwrap.dedent(
     """
     import ctypes, errno, json, os, socket, sys

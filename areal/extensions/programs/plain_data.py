@@ -1,11 +1,13 @@
-"""Plain data between a program and its tests, in two processes: all that they exchange.
+"""Plain data, exchanged between a program and tests in two processes.
 
-A message is JSON. Numbers, texts, lists, None and booleans stand for themselves, any other value is `{name: content}`.
-`VALUES`, `CONTAINERS` and `BUILTINS` have all that crosses, besides arrays of numpy, iterators and exceptions; what is
-derived from such a type arrives as that type. What is decoded is made by this file, whatever was sent, and its `==` is
-no weaker than Python's: numbers of numpy arrive as Python's, arrays with 64 bits a number, and empty ones as lists.
-Lists, dicts and the like are numbered in the order in which a message has them, so that an answer may refer to those of
-its request.
+A message is JSON. Numbers, texts, lists, None and booleans are plain JSON, any other value is `{name: content}`.
+`VALUES`, `CONTAINERS` and `BUILTINS` list the types that cross, besides arrays of numpy, iterators and exceptions. A
+value of a derived type arrives as its base. This file makes every decoded value, whatever was sent, with an `==` no
+weaker than Python's: numbers of numpy arrive as Python's, arrays with 64 bits a number, and empty arrays as lists.
+Containers are numbered in the order of the message; an answer may refer to containers of the request by number.
+
+>>> Decoder().decode(Encoder().encode({(1, 2): 0.5}))
+{(1, 2): 0.5}
 """
 
 import array
@@ -21,15 +23,15 @@ import types
 from operator import index
 from typing import Any
 
-# Longest message, and most lists and objects in one: memory and time of the receiver are bounded.
+# The longest message, and the most lists and objects in a message: bounds of the receiver's memory and time.
 MOST_BYTES, MOST_PARTS = 1 << 25, 1 << 21
-# Larger integers are sent in base 16: reading them in base 10 takes quadratic time. Python reads no longer ones.
+# Larger integers are sent in base 16: base 10 takes quadratic time, and Python reads no more digits.
 MOST_DIGITS = 50_000
-# Items of an iterator that are sent; a further one is an error.
+# The most items of an iterator that are sent; a further item is an error.
 MOST_ITEMS = 10_000
 HUGE = 1 << 4096
 LIGHT, NUMBERS = {str, float, bool, type(None)}, {int, float, bool}
-# Arrays: of any kind to a program, of these from it; and what others become.
+# Kinds of arrays: sent to a program, accepted from a program, and the wider kinds into which a program's are changed.
 ARRAY = re.compile(r"\|O|[<>|=][biufcSU][1-9]\d{0,8}")
 WIDE = re.compile(r"\|O|\|b1|<[iuf]8|<c16|[<|][SU][1-9]\d{0,8}")
 WIDER = {"i": "<i8", "u": "<u8", "f": "<f8", "c": "<c16"}
@@ -37,14 +39,14 @@ ALIKE = (int, float, str, bytes, complex)
 
 
 class NotPlain(BaseException):
-    """A value that is no plain data. Tests that expect some Exception do not get it."""
+    """A value that is no plain data. Not an Exception: tests that expect some Exception must not catch a NotPlain."""
 
 
 def _zone(value):
     return value.tzinfo and datetime.timezone(value.utcoffset())
 
 
-# By type of a value that does not change: its parts, and how it is made of them.
+# By type of an immutable value: a function to take a value apart, and a function to make a value from the parts.
 VALUES: dict[Any, Any] = {
     tuple: (list, lambda *items: items),
     frozenset: (list, lambda *items: frozenset(items)),
@@ -88,7 +90,7 @@ def _collection(kind, extend):
     return (lambda target: [*kind.__iter__(target)]), lambda target, items: [kind.clear(target), extend(target, items)]
 
 
-# By type of a container that changes: its items, and how it gets new ones.
+# By type of a mutable container: a function to read the items, and a function to replace the items.
 CONTAINERS: dict[Any, Any] = {
     list: (list.copy, lambda target, items: list.__setitem__(target, slice(None), items)),
     set: _collection(set, set.update),
@@ -97,12 +99,12 @@ CONTAINERS: dict[Any, Any] = {
     **{kind: _mapping(kind) for kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)},
 }
 NAMED = {kind.__name__: kind for kind in CONTAINERS}
-# What a defaultdict may make.
+# The types that a defaultdict may make.
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 BASES = (*CONTAINERS, *VALUES, int, float, str)
 
-# Exceptions that arrive as they are. What catches all, what tests raise themselves when they fail, what ends an
-# iteration and what holds other exceptions never does.
+# Exceptions that cross unchanged. Not among them: exceptions that catch all, come from failing tests, end an iteration
+# or hold further exceptions.
 NEVER = (AssertionError, AttributeError, NameError, StopIteration, StopAsyncIteration, BaseExceptionGroup)
 EXCEPTIONS = {
     name: kind
@@ -110,7 +112,7 @@ EXCEPTIONS = {
     if isinstance(kind, type) and (issubclass(kind, Exception) or kind is SystemExit)
     if kind is not Exception and not issubclass(kind, NEVER)
 }
-# Built-in types, functions and constants arrive as these, but for what runs text or reaches files.
+# Built-in types, functions and constants cross unchanged, except functions that run text or reach files.
 BUILTINS: dict[str, Any] = EXCEPTIONS | {
     name: value
     for name, value in vars(builtins).items()
@@ -122,7 +124,7 @@ BUILTIN_NAMES = {id(value): name for name, value in BUILTINS.items()}
 
 
 def as_base(value):
-    """A copy of what an instance of a derived class is as its base. Raises NotPlain."""
+    """Return a copy of an instance of a derived class as an instance of its base. Raises NotPlain."""
     base = next((base for base in type(value).__mro__ if base in BASES), None)
     if base is None or type(value) is base:
         raise NotPlain(f"an object of the class {type(value).__name__}")
@@ -144,7 +146,7 @@ def fill(container, items):
 
 
 class Encoder:
-    """Values as JSON. containers: those that have a number. wide: arrays as a program sends them. Raises NotPlain."""
+    """Encodes values as JSON. containers: already numbered. wide: arrays as a program sends them. Raises NotPlain."""
 
     def __init__(self, containers=(), wide=False):
         self.containers, self.wide = [*containers], wide
@@ -190,7 +192,7 @@ class Encoder:
         return {kind.__name__: [extra, items]}
 
     def encode_iterator(self, steps):
-        """The items, and the error at which the iterator ended, or None."""
+        """Return the items, and the error at which the iterator ended, or None."""
         items: list[Any] = []
         error: Any = None
         try:
@@ -211,7 +213,7 @@ class Encoder:
             return self.encode(item)
         if type(value) is not numpy.ndarray:
             raise NotPlain(f"an object of the class {type(value).__name__}")
-        if self.wide and not value.size:  # to numpy all of no numbers are equal to any
+        if self.wide and not value.size:  # for numpy, empty arrays equal any array
             return self.encode([])
         kind = WIDER.get(value.dtype.kind, value.dtype.str) if self.wide else value.dtype.str
         if not ARRAY.fullmatch(kind):
@@ -220,7 +222,7 @@ class Encoder:
 
 
 class Decoder:
-    """Values of JSON, as Encoder has made them. Malformed data raises some Exception."""
+    """Decodes values from an Encoder's JSON. Malformed data raises some Exception."""
 
     def __init__(self, containers=(), wide=False):
         self.containers, self.wide = [*containers], wide
@@ -283,7 +285,7 @@ def iterate(items, error):
 
 
 def read_message(data):
-    """The JSON of a message. Raises ValueError if it has too many parts, or is none."""
+    """Return the JSON of a message. Raises ValueError if the message has too many parts, or is no JSON."""
     if data.count(b"[") + data.count(b"{") > MOST_PARTS:
         raise ValueError("the message has too many parts")
     return json.loads(data)
@@ -295,7 +297,7 @@ CLASSES: dict[str, type] = {}
 
 
 class ProgramError(Exception):
-    """The program has ended, has sent what is no message, or has returned what is no plain data."""
+    """The program has ended, or has sent no message or no plain data."""
 
 
 def describe(kind):
@@ -305,8 +307,8 @@ def describe(kind):
 
 
 def class_of(description):
-    """The class that a description stands for: a built-in one of EXCEPTIONS, or one that is made here, once for each
-    description. So no class of the tests is ever one that a program has named."""
+    """Return the class of a description: a built-in class of EXCEPTIONS, or a class made here, once for each
+    description. So a program can never name a class of the tests."""
     if type(description) is str and description in EXCEPTIONS:
         return EXCEPTIONS[description]
     name, bases = (description, []) if type(description) is str else description
@@ -316,13 +318,13 @@ def class_of(description):
         namespace = {"__module__": "solution", "__str__": lambda error: vars(error).get("_text", "")}
         try:
             CLASSES[key] = type(str(name), parents, namespace)
-        except TypeError:  # they do not fit together
+        except TypeError:  # the bases do not fit together
             CLASSES[key] = type(str(name), (Exception,), namespace)
     return CLASSES[key]
 
 
 def plain_items(values, encoder):
-    """The values as JSON, with None for what is not plain."""
+    """Return the values as JSON, with None for values that are not plain."""
 
     def encode(value):
         count = len(encoder.containers)
@@ -339,7 +341,7 @@ def plain_items(values, encoder):
 
 def encode_error(error, encoder):
     try:
-        text, parts = str(error), error.__reduce__()[1]  # of OSError, it has more than `args`
+        text, parts = str(error), error.__reduce__()[1]  # an OSError has more parts than `args`
     except BaseException:  # an exception of the program may be anything
         text, parts = "", error.args
     fields = [part for name, value in vars(error).items() for part in (name, value)]

@@ -23,7 +23,7 @@ def _rehearse(options: Mapping[str, Any], sandbox: SandboxConfig) -> None:
 
 @with_hooks(texts=_texts, rehearse=_rehearse)
 async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000) -> Trajectory:
-    """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
+    """Let the policy write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
     continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The
     first turn without code is scored, or else the last turn."""
     talk, messages = begin(session.tokenizer, row.prompt, row.tools)
@@ -37,7 +37,7 @@ async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_o
 
 
 def _until_call(tokenizer: Any) -> Keep:
-    """Ends a turn after the first call in it. The policy would otherwise go on with an invented output of that call."""
+    """End a turn after its first call. The policy would otherwise go on with an invented output of the call."""
     return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
 
 

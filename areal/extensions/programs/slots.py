@@ -1,4 +1,4 @@
-"""The programs and commands of this machine that samples run: so many at once, in one sandbox."""
+"""The programs and commands of samples on this machine: a limited number at once, in one sandbox."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out s
 
 class Programs(Tool):
     """The sandbox of a process, opened for the first program, and a slot for each of its cores. More programs at once
-    would only delay each other, up to their time limits. These count from when a program has a slot."""
+    would only slow all down. Time limits count from when a program has a slot."""
 
     def __init__(
         self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], ProgramSandbox] = open_sandbox
@@ -27,7 +27,7 @@ class Programs(Tool):
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[Callable[[], None]]:
-        """Have a slot until the end of the block, or until what this gives is called."""
+        """Hold a slot until the end of the block, or until the value of the block is called."""
         with waiting.get()():
             await self._slots.acquire()
         with contextlib.ExitStack() as held:
@@ -35,19 +35,19 @@ class Programs(Tool):
             yield held.close
 
     async def run(self, code: str) -> str:
-        """The output of Python code, errors included. Raises SandboxError only if the sandbox fails."""
+        """Return the output of Python code, errors included. Raises SandboxError only if the sandbox fails."""
         async with self.slot():
             return (await (await self.opened()).run(code)).transcript
 
     async def opened(self) -> ProgramSandbox:
-        """Raises SandboxError."""
+        """Return the sandbox, opened at the first call. Raises SandboxError."""
         if self._sandbox is None:
             self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
         with explain(UserError, "{why}", SandboxError):
             return await asyncio.shield(self._sandbox)
 
     async def namespaces(self) -> LocalSandbox:
-        """The sandbox, for commands. Raises SandboxError."""
+        """Return the sandbox, for commands. Raises SandboxError if `bubble` cannot use the sandbox."""
         sandbox = await self.opened()
         if self._config.mode != "namespaces" or not isinstance(sandbox, LocalSandbox):
             raise SandboxError(NO_NAMESPACES)

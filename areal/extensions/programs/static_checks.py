@@ -1,4 +1,4 @@
-"""Reads tests that are Python code without running them: what they need of a program, and whether they can fail."""
+"""Reads tests in Python without running them: the names that tests need of a program, and whether tests can fail."""
 
 import ast
 import builtins
@@ -15,10 +15,10 @@ import numpy as np
 
 from areal.extensions.programs import plain_data
 
-# The module that tests import the program from, as in KodCode.
+# The module from which tests import the program, as in KodCode.
 PROGRAM = "solution"
-# What tests may import that run outside the program: these neither reach files, processes and the clock, nor run text.
-# Of asynchronous functions, a program gives no results that are plain data.
+# Modules for tests outside the program: none reaches files, processes or the clock, nor runs text. asyncio is missing:
+# results of asynchronous functions are no plain data.
 PURE = {
     *("__future__", "abc", "array", "bisect", "cmath", "collections", "colorsys", "contextlib", "copy", "dataclasses"),
     *("datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math"),
@@ -28,18 +28,18 @@ PURE = {
 }
 IMPURE = ("unittest.mock", "numpy.ctypeslib")
 RUNNERS = {"eval", "exec", "compile", "open", "input", "__import__"}
-# What calls of functions begin with that fail the test.
+# Beginnings of names of functions that can fail a test.
 CHECKS = ("assert", "fail", "raises", "warns", "deprecated_call")
 FIXTURES = {"tmp_path", "tmp_path_factory", "tmpdir", "tmpdir_factory", "monkeypatch", "caplog", "capfd", "recwarn"}
 # The attributes that data may have.
 DATA = (*plain_data.BASES, bool, type(None), BaseException, OSError, SystemExit, UnicodeError, np.ndarray)
 ATTRIBUTES = {name for kind in DATA for name in dir(kind)} | {"__name__"}
 OF_FUNCTIONS = {"__name__", "__doc__"}
-# What tests use without importing it, and what pytest gives them.
+# Names that tests use without an import, and names from pytest.
 LIBRARIES = {
     *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
 }
-# What tests replace in their own process alone or does not cross, looks into objects, or arrives as no class of theirs.
+# Names that tests outside the program cannot use: they do not affect the program, do not cross, or change class.
 BEYOND = {
     "stdin",
     "seed",
@@ -58,10 +58,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """names: what the tests use and expect the program to define. constants: those of them that are neither called nor
-    caught, and are named as constants. can_fail: False if no code that runs can fail, or
-    none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. beyond: why
-    right programs would not pass tests that run outside them, or None."""
+    """The needs of tests. names: used by the tests, to be defined by the program. constants: names in capitals that are
+    neither called nor caught. can_fail: False if no code that runs can fail, or no code that runs uses the program.
+    unsafe: why a program could reach tests outside it, or None. beyond: why right programs would fail outside, or
+    None."""
 
     names: tuple[str, ...]
     constants: tuple[str, ...]
@@ -72,10 +72,13 @@ class Needs:
 
 @lru_cache(maxsize=64)  # the completions of a row are scored one after another
 def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[str] = frozenset()) -> Needs:
-    """What the tests in `sources` need; the sources run one after another in the same namespace.
+    """Return the needs of the tests in `sources`, which run in turn in a shared namespace.
 
-    pytest_style: the functions and methods that pytest calls are called. functions: those that a right program defines,
-    as far as is known: they may have names of built-in ones. Raises SyntaxError.
+    pytest_style: pytest calls its functions and methods. functions: the known functions of a right program, perhaps
+    with names of built-in functions. Raises SyntaxError.
+
+    >>> needs_of(("assert add(1, 2) == 3",), pytest_style=False).names
+    ('add',)
     """
     trees = [ast.parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -85,7 +88,7 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
     imported = {alias.name for node in imports for alias in node.names} - {"*"}
     undefined = read & _undefined(sources)
     names = undefined - set(dir(builtins)) | imported
-    if not names and PROGRAM not in read:  # the function of the program has the name of a built-in one
+    if not names and PROGRAM not in read:  # the program's function has the name of a built-in function
         names = undefined & functions or (undefined if len(undefined) == 1 else set())
     uses_program = bool(names) or PROGRAM in read
     defined = {node.name for node in nodes if isinstance(node, Function)}
@@ -99,7 +102,7 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
 
 @lru_cache(maxsize=64)
 def is_pytest_style(sources: tuple[str, ...]) -> bool:
-    """True if a source defines tests that pytest would collect. Raises SyntaxError."""
+    """Return whether a source defines tests that pytest would collect. Raises SyntaxError."""
     return any(
         isinstance(node, Function)
         and node.name.startswith("test")
@@ -111,13 +114,13 @@ def is_pytest_style(sources: tuple[str, ...]) -> bool:
 
 
 def _used_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that are called, or caught as exceptions."""
+    """Return names that are called, or caught as exceptions."""
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return called | {part.id for node in nodes for part in _caught(node) if isinstance(part, ast.Name)}
 
 
 def _reached(trees: Sequence[ast.AST], pytest_style: bool) -> Iterator[ast.AST]:
-    """The nodes that run. The body of a function runs if a node that runs contains its name."""
+    """Yield the nodes that run. The body of a function runs if a node that runs contains the function's name."""
     named: set[str] = set()
     waiting: dict[str, list[ast.AST]] = defaultdict(list)
     queue = list(trees)
@@ -148,13 +151,13 @@ def _may_fail(node: ast.AST, defined: set[str]) -> bool:
             return True
         case ast.Call(func=ast.Attribute(attr=name)):  # self.assertEqual, np.testing.assert_allclose, pytest.raises
             return name.startswith(CHECKS)
-        case ast.Call(func=ast.Name(id=name)):  # a function of that kind that is imported by name
+        case ast.Call(func=ast.Name(id=name)):  # a check, imported by name
             return name.startswith(CHECKS) and name not in defined
     return False
 
 
 def _unsafe(node: ast.AST, defined: set[str]) -> str | None:
-    """What in a node gives a program a hold on tests outside it: modules, files and text that is run."""
+    """Name the part of a node that would let a program reach tests outside: a module, fixture or runner of text."""
     modules: list[str] = []
     match node:
         case ast.Import(names=aliases):
@@ -173,7 +176,7 @@ def _unsafe(node: ast.AST, defined: set[str]) -> str | None:
 def _beyond(
     trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[ast.AST], names: set[str]
 ) -> str | None:
-    """What the tests use besides functions that are called by name with plain data and return plain data."""
+    """Return a use of the program beyond calls of functions by name with plain data and plain results, or None."""
     modules = _of_libraries(nodes)
     names = names - modules
     functions = {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
@@ -182,7 +185,7 @@ def _beyond(
         for node in nodes
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    functions -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # pytest gives what its fixtures return
+    functions -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # pytest passes results of fixtures
     expected = [part for node in nodes for part in _caught(node)]
     caught = {id(part) for part in expected}
     errors = {part.id for part in expected if isinstance(part, ast.Name)}
@@ -222,7 +225,7 @@ def _beyond(
 
 
 def _of_libraries(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names of modules, of what tests get from modules, and of exceptions that they catch."""
+    """Return names of modules, of values from modules, and of caught exceptions."""
     names = set(LIBRARIES)
     for node in nodes:
         match node:
@@ -243,14 +246,14 @@ def _of_libraries(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _is_of_module(node: ast.AST, modules: set[str]) -> bool:
-    """True if the value comes from a module, as that of `np.random.default_rng(0)`."""
+    """Return whether the value comes from a module, as in `np.random.default_rng(0)`."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return isinstance(node, ast.Name) and node.id in modules
 
 
 def _is_callback(value: ast.AST, functions: set[str]) -> bool:
-    """True if the value is a function of the tests, or one of the library that is no built-in name."""
+    """Return whether the value is a function of the tests, or a library's function that is no built-in name."""
     match value:
         case ast.Lambda():
             return True
@@ -263,7 +266,7 @@ def _is_callback(value: ast.AST, functions: set[str]) -> bool:
 
 
 def _caught(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that name exceptions which are expected."""
+    """Yield the nodes that name expected exceptions."""
     match node:
         case (
             ast.ExceptHandler(type=ast.AST() as kind)
@@ -279,21 +282,21 @@ def _is_class(name: str) -> bool:
 
 
 def _undefined(sources: Iterable[str]) -> set[str]:
-    """Names, built-in ones included, that are looked up in the namespace of the sources, which do not define them."""
+    """Return names, built-in names included, that the sources look up in their namespace and do not define."""
     tables = [symtable.symtable(_with_generators(source), "tests", "exec") for source in sources]
     symbols = [symbol for table in tables for symbol in table.get_symbols()]
     defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     inner = [child for table in tables for child in table.get_children()]
-    for table in inner:  # which grows
+    for table in inner:  # the list grows meanwhile
         used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
         inner += table.get_children()
     return used - defined
 
 
 def _with_generators(source: str) -> str:
-    """The source with generators in place of comprehensions: from Python 3.12 on, tables of symbols have the variables
-    of a comprehension as variables of the code around it."""
+    """Return the source with generators in place of comprehensions: from Python 3.12 on, tables of symbols have the
+    variables of a comprehension as variables of the code around it."""
     tree = ast.parse(source)
     if not any(isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp) for node in ast.walk(tree)):
         return source

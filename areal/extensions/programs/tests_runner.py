@@ -1,14 +1,14 @@
 """Runs tests that are Python code against a program, in a sandbox.
 
-`code_tests` runs this module. Outside: the child runs the program; it is forked before the tests are read, so its
-memory does not contain them. The parent runs the tests; the child cannot read the parent's memory, and nothing that the
-child can write is on the parent's path of modules. The tests call functions of the program by name. Arguments and
-results are plain data (`plain_data`), so the comparison happens where the program is not. Inside: one process runs the
-program and the tests, as usual, and the program may do to them what it likes.
+`code_tests` runs this module. Outside: the child runs the program. The child is forked before the tests are read, so
+its memory does not contain tests. The parent runs the tests. The child cannot read the parent's memory, nor write to the
+parent's path of modules. The tests call functions of the program by name. Arguments and results are
+plain data (`plain_data`), so results are compared away from the program. Inside: one process runs the program and the
+tests, as usual, and the program may do anything to the tests.
 
 stdin: `{"nonce", "names", "prepare", "tests", "candidate", "pytest", "to_the_end"}`. `names` of the program are global
 names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
-`pytest`, the tests are those that pytest finds in what `prepare` defines; without `to_the_end`, the first that fails is
+`pytest`, pytest collects the tests from the definitions of `prepare`; without `to_the_end`, the first failing test is
 the last.
 stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusable REASON` if the tests cannot be run.
 """
@@ -37,9 +37,9 @@ import plain_data
 from plain_data import NotPlain, ProgramError
 
 PR_SET_DUMPABLE = 4
-# Frames of a program, as in a process of its own, besides those of this file; and of the tests.
+# The most frames of a program, as in a process of its own, plus this file's frames; and the most of the tests.
 RECURSION, DEEP = 1000 + 50, 10_000
-# Modules, and modules whose names, tests use without importing them. A program must not define them in their place.
+# Modules, and modules of names, that tests use without an import. A program's definitions must not replace them.
 MODULES = {
     name: name
     for name in (
@@ -48,7 +48,7 @@ MODULES = {
     )
 } | {"np": "numpy", "pd": "pandas"}
 NAMES_FROM = {collections: collections.__all__, typing: typing.__all__, math: ("isclose", "isnan", "sqrt")}
-# Plugins that tests do not need, of which some take long.
+# Plugins that tests do not need. Some take long.
 NO_PLUGINS = (
     *("assertion", "cacheprovider", "doctest", "faulthandler", "junitxml", "pastebin", "reports", "setuponly"),
     *("setupplan", "stepwise", "terminal", "threadexception", "unraisableexception", "warnings"),
@@ -58,7 +58,7 @@ PYTEST = ("--capture=no", "--noconftest", "--import-mode=importlib", "-c", os.de
 
 
 def set_dumpable(value):
-    """With 0, no other process of the same user may read this one's memory or open files. Raises OSError."""
+    """Set whether the user's other processes may read the memory and open files of this process. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, value, 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
@@ -70,7 +70,7 @@ def send(stream, message):
 
 
 def receive(stream):
-    """Raises ProgramError or ValueError if the other end is gone, or has sent what is no message."""
+    """Return a message. Raises ProgramError or ValueError if the other end is gone, or has sent no message."""
     size = int.from_bytes(stream.read(8), "big")
     if not 0 < size <= plain_data.MOST_BYTES:
         stream.close()
@@ -82,7 +82,7 @@ def receive(stream):
 
 
 def load(names=builtins):
-    """Runs the program as the module `solution`, which it returns. names: not to be imported. Raises what it raises."""
+    """Run and return the program as the module `solution`. names: known without an import. May raise anything."""
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()
@@ -93,7 +93,7 @@ def load(names=builtins):
 
 
 def serve(stream):
-    """Runs the program, then answers the requests of the tests."""
+    """Run the program, then answer the requests of the tests."""
     program = failure = None
     try:
         program = load()
@@ -105,7 +105,7 @@ def serve(stream):
 
 
 def answer(request, program, failure):
-    """`[kind, value, changes, printed]`. changes: the items of the containers of the request that now have others."""
+    """Return `[kind, value, changes, printed]`. changes: the new items of changed containers of the request."""
     decoder = plain_data.Decoder()
     what, name, arguments, keywords = decoder.items(request)
     originals = [(container, plain_data.contents(container)) for container in decoder.containers]
@@ -118,7 +118,7 @@ def answer(request, program, failure):
         value = named(name, value) if what == "name" else value(*arguments, **keywords)
         kind, value = "return", encoder.encode(value)
     except BaseException as error:  # the program may raise anything
-        encoder = plain_data.Encoder(decoder.containers, wide=True)  # it may have sent half of a value
+        encoder = plain_data.Encoder(decoder.containers, wide=True)  # a failed encoding may have left half of a value
         kind, value = "raise", plain_data.encode_error(error, encoder)
     changes = []
     for number, (container, items) in enumerate(originals):
@@ -129,7 +129,7 @@ def answer(request, program, failure):
 
 
 def named(name, value):
-    """What the program has by a name: a function, an exception that it defines, or data."""
+    """Return the program's object of a name: a function, an exception that the program defines, or data."""
     if isinstance(value, type) and issubclass(value, BaseException):
         if value.__module__ != "solution":
             raise AttributeError(f"{name} is another name of {value.__name__}")
@@ -143,7 +143,7 @@ def printed(stream):
     try:
         stream.flush()
         return stream.buffer.getvalue().decode("utf-8", "replace")
-    except (AttributeError, ValueError):  # the program has closed it, or taken it apart
+    except (AttributeError, ValueError):  # the program has closed the stream, or taken it apart
         return ""
 
 
@@ -179,13 +179,13 @@ class Program(types.ModuleType):
         return function
 
     def _ask(self, what, name, arguments=(), keywords=types.MappingProxyType({})):
-        """What the program answers. Raises what it raises, or ProgramError."""
+        """Ask the program, and return the answer. Raises the program's error, or ProgramError."""
         encoder = plain_data.Encoder()
         request = encoder.items([what, name, list(arguments), dict(keywords)])
         try:
             send(self._stream, request)
             failed, value = self._read(encoder)
-        except BaseException as error:  # whatever the program has sent
+        except BaseException as error:  # the program may have sent anything
             raise ProgramError(f"{type(error).__name__}: {error}") from None
         if failed:
             raise value
@@ -204,14 +204,14 @@ class Program(types.ModuleType):
 
 
 def judge(job, program, verdict):
-    """Runs the tests one by one, and writes a line for each to `verdict`. program: its module, or None."""
+    """Run the tests in turn, and write a line for every test to `verdict`. program: the program's module, or None."""
 
     def report(*words):
         print(" ".join(map(str, (job["nonce"], *words))) + "\n", end="", file=verdict, flush=True)
 
     try:
         tests = namespace_of(job, program)
-    except BaseException as error:  # so no test passes
+    except BaseException as error:  # no test passes then
         return explain(error, report)
     if job["pytest"]:
         return run_pytest(tests, report, most_failures=int(not job["to_the_end"]))
@@ -219,7 +219,7 @@ def judge(job, program, verdict):
     for index, test in enumerate(job["tests"]):
         try:
             exec(test, vars(tests))
-        except BaseException as error:  # the test has not passed, whatever it raised
+        except BaseException as error:  # whatever a test raised, it has not passed
             report(index, 0)
             explain(error, report)
             if not job["to_the_end"]:
@@ -229,7 +229,7 @@ def judge(job, program, verdict):
 
 
 def explain(error, report):
-    """Reports why the tests cannot be run, if the error says so."""
+    """Report that the tests cannot be run, if the error says so."""
     if isinstance(error, NotPlain):
         report("unusable they give the program what is no plain data:", error)
     if isinstance(error, ModuleNotFoundError) and error.name != "solution":
@@ -237,13 +237,13 @@ def explain(error, report):
 
 
 def namespace_of(job, program):
-    """The module of the tests, after `prepare`. Raises what `prepare` raises."""
+    """Return the module of the tests, after `prepare`. Raises errors of `prepare`."""
     tests = sys.modules["tests"] = types.ModuleType("tests")
-    # A function of the program may have the name of a built-in one, which must not stand in for it.
+    # A function of the program may have the name of a built-in function, and the latter must not stand in.
     vars(tests).update({name: None for name in job["names"] if hasattr(builtins, name)})
     library = {name: value for name in job["names"] if name != job["candidate"] and (value := of_library(name))}
     if len(library) == len(job["names"]):
-        library = {}  # else nothing would be the program's
+        library = {}  # else no name would be the program's
     names = [name for name in job["names"] if name not in library and hasattr(program, name)]
     vars(tests).update(library | {name: getattr(program, name) for name in names})
     for source in job["prepare"]:
@@ -255,7 +255,7 @@ def namespace_of(job, program):
 
 
 def of_library(name):
-    """What a name stands for that tests use without importing it; None if it is the program's."""
+    """Return the library object of a name that tests use without an import; None for a name of the program."""
     if name in MODULES:
         return importlib.import_module(MODULES[name])
     owner = next((module for module, names in NAMES_FROM.items() if name in names), None)
@@ -264,7 +264,7 @@ def of_library(name):
 
 @cache
 def pytest_config():
-    """Pytest, ready to run. The launcher of sandboxes calls this before it forks. Raises ImportError."""
+    """Return pytest's configuration. The launcher of sandboxes needs it before forking. Raises ImportError."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     from _pytest.config import _prepareconfig
 
@@ -279,7 +279,7 @@ def run_pytest(tests, report, most_failures):
             return tests
 
     class Plugin:
-        """Gives pytest the tests, and reports on each of them."""
+        """Gives pytest the tests, and reports the outcomes."""
 
         indices: dict[str, int] = {}
         failed: set[str] = set()
@@ -296,7 +296,7 @@ def run_pytest(tests, report, most_failures):
             function = pyfuncitem.obj
             if not inspect.iscoroutinefunction(function):
                 return None
-            import asyncio  # it takes long
+            import asyncio  # the import takes long
 
             asyncio.run(function(**{key: pyfuncitem.funcargs[key] for key in inspect.signature(function).parameters}))
             return True
@@ -321,7 +321,7 @@ def is_safe(path):
 
 
 def start_program(cpu_seconds, verdict, nothing):
-    """Starts the program in a process of its own, without the verdict and the tests. Returns the stream to it."""
+    """Start the program in a process of its own, without the verdict and the tests. Returns the stream to it."""
     tests_socket, program_socket = socket.socketpair()
     if os.fork() == 0:
         verdict.close()
@@ -339,7 +339,7 @@ def start_program(cpu_seconds, verdict, nothing):
 
 
 def main(outside, cpu_seconds):
-    """outside: the program runs in another process than its tests. cpu_seconds: what each of them may use."""
+    """outside: program and tests run in different processes. cpu_seconds: the limit of either."""
     sys.set_int_max_str_digits(plain_data.MOST_DIGITS)
     set_dumpable(int(not outside))
     with open(os.dup(1), "w") as verdict, open(os.devnull, "r+b") as nothing:
@@ -348,7 +348,7 @@ def main(outside, cpu_seconds):
             stream = start_program(cpu_seconds, verdict, nothing)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             sys.setrecursionlimit(DEEP)
-            # Nothing is imported from where the program can write.
+            # No module is imported from a folder where the program can write.
             sys.path[:] = [path for path in sys.path if is_safe(path)]
         job: Any = json.load(sys.stdin)
         os.dup2(nothing.fileno(), 0)
@@ -357,7 +357,7 @@ def main(outside, cpu_seconds):
         else:
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
             program = None
-            with contextlib.suppress(BaseException):  # then its tests fail
+            with contextlib.suppress(BaseException):  # without a program, the tests fail
                 program = load()
         judge(job, program, verdict)
         verdict.flush()
