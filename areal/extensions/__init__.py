@@ -1,5 +1,5 @@
-"""What a run of rows with functions as rewards does not need. Each folder adds one thing and can be deleted.
+"""Features that a run of rows with functions as rewards does not need. A folder adds one feature and can be deleted.
 
-The `README.md` of a folder says what it adds, what it costs and how it is removed; its `extension.toml` has the entries
-that it adds to the table of extensions (areal/base/extensions.py). The core imports nothing from here.
+A folder's `README.md` says what the folder adds, what it costs and how to remove it. Its `extension.toml` adds entries
+to the table of extensions (areal/base/extensions.py). The core imports nothing from here.
 """

@@ -1,1 +1,1 @@
-"""Agents: programs that talk to the policy over the APIs of OpenAI and Anthropic, and tools over MCP."""
+"""Agents: programs that talk to the policy over the APIs of OpenAI and Anthropic (agents.py), and tools over MCP."""

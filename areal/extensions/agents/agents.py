@@ -1,4 +1,4 @@
-"""Agents: programs that sample from the policy as from OpenAI's or Anthropic's API. One run of an agent is a sample.
+"""Agents: programs that sample from the policy as from OpenAI's or Anthropic's API. A run of an agent is a sample.
 
 An agent is an async function or a command, given by the user. docs/agents.md describes its inputs and its results.
 """
@@ -28,20 +28,20 @@ from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import with_hooks
 from areal.workflows.session import Session
 
-# How long an agent that is cancelled or killed may take to end.
+# The time in which a cancelled or killed agent has to end.
 END_SECONDS = 5.0
 # The end of a program's stderr that an error message quotes.
 ERROR_BYTES = 1000
 Seconds = Annotated[float, Field(gt=0)]
 Range = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 REWARD_RANGE = [0.0, 1.0]
-# What an agent that is a function gets if it has a parameter of that name.
+# Further arguments of an agent's function, passed if it has a parameter of the name.
 EXTRAS = ("reward_key", "sandboxes")
 _WHERE = "rollout_manager.workflow_options"
 
 
 class AgentFailed(Exception):
-    """An agent did not complete its work. Its sample has failed; it does not get a low score."""
+    """An agent did not complete its work. The sample has failed; it does not get a low score."""
 
 
 def _check_rewards(rewards: Sequence[float], low: float, high: float) -> None:
@@ -55,7 +55,7 @@ def _check_rewards(rewards: Sequence[float], low: float, high: float) -> None:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Checks the workflow's options before anything is started. Raises UserError."""
+    """Check the workflow's options before anything is started. Raises UserError."""
     function, command = options.get("agent"), options.get("command")
     if bool(function) == bool(command):
         raise UserError(
@@ -107,10 +107,10 @@ async def _call(function: str, session: Session, api: Access, row: Row, reward_k
 
 
 async def _execute(command: str, pass_env: Sequence[str], api: Access, row: Row, reward_key: str) -> None:
-    """Run a program to its end. It is killed, with its group, when this task or process ends. Raises AgentFailed."""
+    """Run a program to its end. Kill it, with its group, when this task or process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
     access |= {"ANTHROPIC_BASE_URL": api.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api.api_key}
-    # A file, not a pipe: nothing has to read it meanwhile, and processes that a program leaves cannot keep it open.
+    # A file, not a pipe: no reader is needed meanwhile, and a program's remaining processes cannot keep it open.
     with tempfile.TemporaryFile() as errors, _readable_once(reward_key) as key:
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
@@ -121,7 +121,7 @@ async def _execute(command: str, pass_env: Sequence[str], api: Access, row: Row,
             env=plain_environment(pass_env) | access | {"AREAL_REWARD_FD": str(key.fileno())},
             start_new_session=True,
         )
-        assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
+        assert process.stdin is not None  # a pipe, which the program's children inherit empty
         if not process.stdin.is_closing():  # the program may have ended
             process.stdin.write(json.dumps(row.fields).encode() + b"\n")
             process.stdin.close()
@@ -135,8 +135,8 @@ async def _execute(command: str, pass_env: Sequence[str], api: Access, row: Row,
 
 
 def _readable_once(text: str) -> socket.socket:
-    """A socket from which the text can be read, by whoever reads first. What a program starts inherits an empty socket;
-    unlike a pipe or a file, a socket cannot be opened through /proc/PID/fd."""
+    """Return a socket from which only the first reader can read the text. The program's children inherit an empty
+    socket. Unlike a pipe or a file, a socket cannot be opened through /proc/PID/fd."""
     sender, receiver = socket.socketpair()
     with sender:
         sender.sendall(text.encode())
@@ -144,8 +144,8 @@ def _readable_once(text: str) -> socket.socket:
 
 
 def _rewards_of(chat: ChatSession, returned: float | None) -> dict[str | None, float]:
-    """The rewards of the sample (None) and of its calls. That of the sample is what the agent has `returned` or posted,
-    or else the mean of those of several agents."""
+    """Return the rewards of the sample (None) and of its calls. The sample's reward is the reward that the agent has
+    `returned` or posted, or else the mean of several agents' rewards."""
     of_agents = [*chat.agent_rewards.values()]
     if returned is None and of_agents and None not in chat.rewards:
         returned = sum(of_agents) / len(of_agents)
@@ -170,14 +170,13 @@ async def agent(
     reward_range: Range | None = None,
     pass_env: Sequence[str] = (),
 ) -> Trajectory:
-    """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
-    functions score its last answer.
+    """Return everything that an agent sampled, with the agent's rewards. Without rewards, the row's reward functions
+    score the agent's last answer.
 
-    agent: `package.module:function`. command: a program and its arguments. pass_env: the environment variables of this
-    process that the program gets besides the plain ones. timeout_seconds: time limit of one sample.
-    agent_reward: whether the agent may give rewards. reward_range: the lowest and the highest, of each reward and of
-    their sum; default: 0 and 1.
-    Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
+    agent: `package.module:function`. command: a program and its arguments. pass_env: environment variables of this
+    process for the program, besides the plain ones. timeout_seconds: time limit of one sample. agent_reward: whether
+    the agent may give rewards. reward_range: the lowest and the highest value of a reward and of the sum; default: 0
+    and 1. Raises AgentFailed, the agent's exception, or the exception of a failed generation.
     """
     async with session.endpoint() as api:
         arguments = api, row, api.reward_key if agent_reward else ""

@@ -32,8 +32,8 @@ _ERRORS = {
     507: "api_error",
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Claude Code begins its system prompt with a block that has a hash of the call. The system prompt would never be that
-# of the call before. vLLM leaves it out too.
+# Claude Code begins its system prompt with a block with a hash of the call, so that no call would continue the call
+# before. vLLM leaves the block out, too.
 _BILLING = "x-anthropic-billing-header"
 
 
@@ -69,18 +69,18 @@ class OutputConfig(BaseModel):
 
 
 Threads = dict[str, ChatRequest]
-"""A sample's messages by their ids: each as the request that it answers, with its answer added."""
+"""A sample's messages by id: the request of a message, with the answer added."""
 
 
 class Thread(BaseModel):
-    """Where the conversation is kept: "continue" adds the request's messages to those up to an earlier message."""
+    """A kept conversation: "continue" adds the request's messages to the messages up to an earlier message."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
 
 
 class CountRequest(BaseModel):
-    """The body of a request that counts tokens. Other fields are ignored."""
+    """The body of a request that counts tokens. Unknown fields are ignored."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     model: str = "policy"
@@ -90,7 +90,7 @@ class CountRequest(BaseModel):
     output_config: OutputConfig | None = None
 
     def chat(self) -> ChatRequest:
-        """The request as one for a chat completion. Raises ApiError."""
+        """Translate the request to a chat completion. Raises ApiError."""
         messages = [message for turn in self.messages for message in _chat_messages(turn.role, turn.content)]
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's: the policy cannot be made to begin with a given text")
@@ -108,7 +108,7 @@ class CountRequest(BaseModel):
 
 
 class MessagesRequest(CountRequest, SamplingFields):
-    """The body of a request for a message. Other fields are ignored."""
+    """The body of a request for a message. Unknown fields are ignored."""
 
     max_tokens: int | None = Field(None, ge=1)
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -143,7 +143,7 @@ class MessageReply:
         return self._envelope | {"content": _blocks(answer.message)} | self._ending(answer) | {"usage": _usage(answer)}
 
     def start(self) -> list[Event]:
-        # The length of the prompt is told at the end.
+        # The prompt's length follows at the end.
         unknown = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         return [{"type": "message_start", "message": self._envelope | {"content": []} | unknown}]
 
@@ -182,13 +182,13 @@ class MessageReply:
 
 
 def error_body(status: int, message: str, code: str | None = None) -> Json:
-    """The body of an error. Clients of threads look for the code."""
+    """Return the body of an error. Clients of threads look for the code."""
     error: Json = {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}
     return {"type": "error", "error": error | ({"details": {"error_code": code}} if code else {})}
 
 
 def _continued(message_request: MessagesRequest, threads: Threads) -> ChatRequest:
-    """The request with system prompt, tools and messages of the thread that it continues. Raises ApiError."""
+    """Return the request with system prompt, tools and messages of the continued thread. Raises ApiError."""
     request = message_request.chat()
     if message_request.thread is None or message_request.thread.type == "create":
         return request
@@ -199,7 +199,7 @@ def _continued(message_request: MessagesRequest, threads: Threads) -> ChatReques
 
 
 def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:
-    """The chat messages that one message makes: tool results have messages of their own. Raises ApiError."""
+    """Translate a message to chat messages: tool results have messages of their own. Raises ApiError."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results: list[Json] = []
@@ -231,7 +231,7 @@ def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:
 
 
 def _picture(block: Any) -> Any:
-    """A block with a picture as the part of a chat message that it is, any other as it is."""
+    """Translate a block with a picture to a part of a chat message. Any other block is returned unchanged."""
     match block:
         case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
             return {"type": "image_url", "image_url": f"data:{kind};base64,{data}"}
@@ -252,7 +252,7 @@ def _blocks(message: Json) -> list[Json]:
 
 
 def _streamed(block: Json) -> tuple[Json, Json]:
-    """The block as it begins, and the delta with all that it then gets."""
+    """Return the block at its beginning, and the delta with the whole content."""
     if block["type"] == "text":
         return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
     if block["type"] == "thinking":

@@ -1,6 +1,6 @@
-"""Tools that are functions of Python. The chat template shows the policy their annotations and docstrings.
+"""Tools that are functions of Python. The chat template shows the policy the annotations and docstrings.
 
-A function may be async. Other functions are called in threads, so that they may block.
+An async function is awaited. Other functions are called in threads, so that they may block.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from areal.base.plugins import load
 
 
 class FunctionTools:
-    """`shown`: the tools as chat templates take them. Each call has `timeout_seconds`; a thread goes on beyond it."""
+    """Functions as tools. `shown`: as chat templates take tools. `timeout_seconds` ends a call, but not its thread."""
 
     def __init__(self, names: Sequence[str], timeout_seconds: float) -> None:
         """names: `package.module:function` or `path/to/file.py:function`. Raises UserError."""
@@ -33,21 +33,20 @@ class FunctionTools:
             self.shown.append(shown)
 
     async def call(self, name: str, arguments: str) -> str:
-        """What a tool returns, as text, or JSON of any other value; or its error. `arguments`: JSON. Raises ToolError
-        for a result that is neither."""
+        """Return a tool's result, as text or the JSON of another value, or its error. `arguments`: JSON. Raises
+        ToolError for a result that is no JSON."""
         function = self._functions[name]
         try:
             fields = json.loads(arguments)
             if not isinstance(fields, dict):
                 return f"Error: the arguments of {name} are no JSON object"
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self._timeout_seconds) as limit:
                 result = await _result(function, fields)
         except ValidationError as error:
             return f"Error: {'; '.join(map(_sentence, error.errors()))}"
-        except TimeoutError:
-            return f"Error: {name} has taken longer than {self._timeout_seconds:g} s"
-        except Exception as error:  # the user's own function may raise anything
-            return f"Error: {error}"
+        except Exception as error:  # the user's own function may raise anything, TimeoutError too
+            is_late = isinstance(error, TimeoutError) and limit.expired()
+            return f"Error: {name} has taken longer than {self._timeout_seconds:g} s" if is_late else f"Error: {error}"
         if isinstance(result, str):
             return result
         what = f"the tool {name} returned a value of type {type(result).__name__}, which is no JSON ({{why}})"
@@ -56,8 +55,8 @@ class FunctionTools:
 
 
 def schema_of(name: str, function: Any) -> dict[str, Any]:
-    """A function as chat templates take a tool: its name, its docstring and the JSON schema of its arguments. Raises
-    UserError if an argument has no type or no description."""
+    """Return a function as chat templates take a tool: name, docstring and JSON schema of the arguments.
+    Raises UserError if an argument has no type or no description."""
     from transformers.utils import get_json_schema
 
     if not inspect.isroutine(function):
@@ -70,7 +69,7 @@ def schema_of(name: str, function: Any) -> dict[str, Any]:
 
 
 async def _result(function: Any, fields: Mapping[str, Any]) -> Any:
-    """What the function returns for these arguments, once they have the types of its annotations."""
+    """Call the function with these arguments, converted to the types of its annotations."""
     adapter = TypeAdapter[Any](function)
     call = ArgsKwargs((), dict(fields))
     if inspect.iscoroutinefunction(function):

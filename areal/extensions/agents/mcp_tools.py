@@ -1,7 +1,7 @@
 """Tools of MCP servers (Model Context Protocol).
 
-A server that is named by a command is a program, started for each sample, so that no sample sees what another one has
-left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
+A server with a command is a program, started anew for each sample, so that samples do not share its state. A server
+with a URL (streamable HTTP) runs elsewhere and serves all samples.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from pydantic import BaseModel
 from areal.base.errors import UserError, explain
 from areal.base.processes import find_program, plain_environment, tied
 
-# What each start of a server and each call of a tool may take, unless the user sets it.
+# The time limit of a server's start and of a tool's call, unless the user sets another.
 TIMEOUT_SECONDS = 60.0
-# How long a server may take to end. The library closes its input, and kills it if it goes on.
+# The time in which a server has to end. The library closes the server's input, and kills a server that goes on.
 END_SECONDS = 10.0
 # The end of a server's stderr that an error message quotes.
 ERROR_CHARACTERS = 300
 
 
 class Server(BaseModel, extra="forbid"):
-    """A command with its arguments and the environment variables that it gets besides the plain ones: `env` with their
-    values, `pass_env` from this process; or a URL."""
+    """A server: a command with arguments and environment variables besides the plain ones (`env` with values,
+    `pass_env` from this process), or a URL."""
 
     command: str | None = None
     args: list[str] = []
@@ -39,7 +39,7 @@ class Server(BaseModel, extra="forbid"):
 
 
 class ServerFailed(Exception):
-    """A server did not start, was lost, or says what no text shows. Its sample has failed; it gets no low score."""
+    """A server did not start, was lost, or gave a result that is no text. The sample fails, without a low score."""
 
 
 class ServerTools:
@@ -53,7 +53,7 @@ class ServerTools:
         self._owners: dict[str, tuple[str, Any]] = {}
 
     def add(self, server: str, client: Any, tools: list[Any]) -> None:
-        """Add a server's tools. Raises ServerFailed if there is one of that name already."""
+        """Add a server's tools. Raises ServerFailed if another tool has the same name."""
         for tool in tools:
             if tool.name in self._owners:
                 raise ServerFailed(f"MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}")
@@ -62,8 +62,8 @@ class ServerTools:
             self.shown.append({"type": "function", "function": function})
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool, or its error, as text, with all that the tool says. `arguments`: JSON. Raises
-        ServerFailed, also for a result that is no text."""
+        """Return the whole result of a tool, or its error, as text. `arguments`: JSON. Raises ServerFailed if the
+        server is lost, or for a result that is no text."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -77,7 +77,7 @@ class ServerTools:
         server, client = self._owners[name]
         try:
             result = await client.call_tool(name, fields)
-        except Exception as error:  # a tool that takes too long, or whose result the library does not take
+        except Exception as error:  # the tool takes too long, or the library refuses its result
             if isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
                 raise ServerFailed(f"the MCP server {server!r} was lost while {name} ran") from error
             return f"Error: {error}"
@@ -85,7 +85,7 @@ class ServerTools:
 
 
 def check(servers: Mapping[str, Server]) -> None:
-    """Checks all that can be checked without a start. Raises UserError."""
+    """Check all that can be checked without a start. Raises UserError."""
     where = "rollout_manager.workflow_options.servers"
     if importlib.util.find_spec("mcp") is None:
         raise UserError("The workflow tools needs the MCP library: pip install 'mcp==2.3.0'.")
@@ -97,7 +97,7 @@ def check(servers: Mapping[str, Server]) -> None:
 
 
 def rehearse(options: Mapping[str, Any]) -> None:
-    """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
+    """Start each server of the options once. Raises UserError if a server fails, or two tools have the same name."""
     servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
 
     async def once() -> None:
@@ -110,8 +110,8 @@ def rehearse(options: Mapping[str, Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(servers: Mapping[str, Server], timeout_seconds: float) -> AsyncIterator[ServerTools]:
-    """The tools of new sessions with the servers, closed at the end of the block. Each start and each call of a tool
-    has `timeout_seconds`. Raises ServerFailed."""
+    """Open new sessions with the servers, and close them at the end of the block. A start and a call have
+    `timeout_seconds`. Raises ServerFailed."""
     tools = ServerTools()
     async with contextlib.AsyncExitStack() as stack:
         for name, server in servers.items():
@@ -121,10 +121,10 @@ async def opened(servers: Mapping[str, Server], timeout_seconds: float) -> Async
 
 @contextlib.asynccontextmanager
 async def _session(name: str, server: Server, timeout_seconds: float) -> AsyncIterator[tuple[Any, list[Any]]]:
-    """A session with a server, and its tools.
+    """Open a session with a server, and list the server's tools.
 
-    A task of its own holds the session open. In the task that uses it, the library would cancel the sample when the
-    server is lost, and make groups of exceptions of those that the sample raises.
+    A separate task holds the session open. In the task that uses the session, the library would cancel the sample when
+    the server is lost, and wrap the sample's own exceptions into groups.
     """
     ready: asyncio.Future[tuple[Any, list[Any]]] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
@@ -151,7 +151,7 @@ async def _run_session(
     ready: asyncio.Future[tuple[Any, list[Any]]],
     over: asyncio.Event,
 ) -> None:
-    """Starts a session, sets `ready` to it and its tools, and ends it when it is `over`."""
+    """Start a session, set `ready` to the session and its tools, and end the session when it is `over`."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     transport: Any = server.url
@@ -174,7 +174,7 @@ async def _run_session(
 
 @functools.cache
 def _starts(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """Further servers wait: more at once would only delay each other, up to their deadline."""
+    """Limit the servers that start at once: more would only delay each other, up to their deadline."""
     return asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
 
@@ -186,14 +186,14 @@ def _reason(failed: asyncio.Task[None]) -> str:
 
 
 def _last_line(errors: TextIO) -> str:
-    """What a server wrote last, as the end of a sentence."""
+    """Return the last line that a server wrote, as the end of a sentence."""
     errors.seek(0)
     lines = errors.read().split("\n")
     return next((f" ({line[-ERROR_CHARACTERS:].strip()})" for line in reversed(lines) if line.strip()), "")
 
 
 def text_of_result(result: Any, tool: str) -> str:
-    """All that a result says, as text. Raises ServerFailed for a result that is no text."""
+    """Return the whole result as text. Raises ServerFailed for a result that is no text."""
     texts = [_text(part, tool) for part in result.content]
     if not _is_repeated(result.structured_content, texts):
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -201,7 +201,7 @@ def text_of_result(result: Any, tool: str) -> str:
 
 
 def _text(part: Any, tool: str) -> str:
-    """The text of a part of a result: itself, or the address of a resource. Raises ServerFailed for any other part."""
+    """Return the text of a part of a result, or the address of a resource. Raises ServerFailed for any other part."""
     content = getattr(part, "resource", part)
     if isinstance(text := getattr(content, "text", None), str):
         return text
@@ -214,8 +214,8 @@ def _text(part: Any, tool: str) -> str:
 
 
 def _is_repeated(structured: Any, texts: list[str]) -> bool:
-    """Whether texts already say the structured content of a result, as JSON or, where servers have put a value that is
-    no object under `result`, as that value."""
+    """Return whether the texts already contain the structured content of a result, as JSON. Some servers put a value
+    that is no object under `result`; the bare value counts, too."""
     values = [structured]
     if isinstance(structured, dict) and structured.keys() == {"result"}:
         values += structured.values()

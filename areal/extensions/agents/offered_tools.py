@@ -1,7 +1,7 @@
-"""The tools of a row, which the chat template shows to the policy, as chat templates take them.
+"""The tools of a row, which the chat template shows to the policy.
 
-Data sets write them as OpenAI's API does, with the fields of the function beside the type (Responses, NeMo-Gym) or with
-`input_schema` (Anthropic), and as JSON of these (glaive).
+Data sets write tools as OpenAI's API does, with the function's fields beside the type (Responses, NeMo-Gym), with
+`input_schema` (Anthropic), or as JSON of these forms (glaive).
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ _PARAMETERS = ("parameters", "input_schema")
 
 
 def read_tools(value: Any, *, of_table: bool = False) -> list[dict[str, Any]] | None:
-    """The tools that are written in one of these forms; None if there is none. All that is in `value` is in the result.
-    of_table: as of `read_prompt`. Raises ValueError: the reason why they cannot be read."""
+    """Return tools in any of these forms as chat templates take them; None without tools. Everything in `value` is in
+    the result. of_table: as in `read_prompt`. Raises ValueError with the reason if tools cannot be read."""
     if isinstance(value, str):
         text, value = value.strip(), literal(value)
         if value is None and text not in _NONE:

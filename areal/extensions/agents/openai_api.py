@@ -1,6 +1,6 @@
-"""One sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in many.
+"""A sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in several.
 
-Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
+Further protocols are translations: of a request into a `ChatRequest`, and of the `Answer` into a `Reply`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import read_part
-from areal.extensions.agents.parsers import Parsed, Parsers, cut
+from areal.extensions.agents.parsers import Parsed, Parsers, cut, first_mistake
 from areal.samples.pictures import find
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
@@ -35,26 +35,26 @@ from areal.workflows.session import Session
 
 Json = dict[str, Any]
 log = structlog.get_logger()
-# An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
+# An event of a stream. The `type`, if any, is also the event's name. A text is sent unchanged.
 Event = Json | Literal["[DONE]"]
 
 NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (areal docs agents)"
-# Each of them is searched for in all new text. OpenAI allows four.
+# Every stop text is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
 NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (areal docs agents)"
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
-# A prompt has fewer characters for each token of it, also one of spaces or of markup.
+# A token of a prompt has fewer characters, even in spaces or markup.
 CHARACTERS_PER_TOKEN = 16
-# The tokens of a prompt, at most, where neither configuration nor tokenizer say how many the model takes.
+# The most tokens of a prompt if neither the configuration nor the tokenizer has the model's limit.
 MAX_CONTEXT = 131_072
 MAX_CHARACTERS = MAX_CONTEXT * CHARACTERS_PER_TOKEN
-# So many characters are encoded in a millisecond, which is less than a thread takes.
+# This many characters are encoded in a millisecond, faster than a thread starts.
 SHORT = 2048
 _ENCODING = ThreadPoolExecutor(2, thread_name_prefix="encoder")
 T = TypeVar("T")
-# Parsers have threads of their own: agents that wait for an answer may occupy all those of asyncio.to_thread.
+# Parsers have threads of their own: agents that wait for an answer may occupy all threads of asyncio.to_thread.
 _PARSING = ThreadPoolExecutor(thread_name_prefix="parser")
 
 
@@ -68,13 +68,13 @@ class ApiError(Exception):
 
 
 def only_text(form: str | Json | None) -> str | Json | None:
-    """Validates the format that an answer has to have."""
+    """Validate the requested format of an answer."""
     if form not in (None, "text"):
         raise PydanticCustomError("form", NO_FORM)
     return form
 
 
-# How the clients that send tools of other types than functions leave them out, by the beginnings of the types.
+# Advice for clients that send tools of other types than functions, by the beginning of the type.
 _SWITCHES = {
     "web_search_2": "in Claude Code, its settings' permissions.deny has to have WebSearch",
     "web_fetch_2": "in Claude Code, its settings' permissions.deny has to have WebFetch",
@@ -87,7 +87,7 @@ _SWITCHES = {
 
 
 def other_tool(kind: Any, name: Any = None) -> str:
-    """Why a tool of this type, or its item, cannot be had, and how it is switched off."""
+    """Return why a tool of this type, or its item, is refused, and how to switch the tool off."""
     kind = f"{kind}"
     how = next((how for begin, how in _SWITCHES.items() if kind.startswith(begin)), "leave it out of the request")
     named = f" {name!r:.80}" if name and name != kind else ""
@@ -105,9 +105,9 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel, extra="allow"):
-    """What would change how tokens are drawn. The run sets it: the trainer computes log-probs at the run's temperature
-    and of whole distributions. What asks for the same is taken, the rest is refused. Fields that are neither known nor
-    refused are ignored, which the log says once of each."""
+    """Fields that would change how tokens are drawn. The run sets them: the trainer computes log-probs at the run's
+    temperature and of whole distributions. A field with the run's value is accepted, any other value is refused.
+    Unknown fields are ignored, and the log names each once."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -135,11 +135,11 @@ class SamplingFields(BaseModel, extra="allow"):
 
     @property
     def sampling_fields(self) -> Json:
-        """Those that are set."""
+        """The fields that are set."""
         return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
 
     def check_template(self, variables: Mapping[str, Any]) -> None:
-        """Raises ApiError if the request gives the chat template other variables than the run does."""
+        """Raise ApiError if the request gives the chat template other variables than the run does."""
         if self.chat_template_kwargs and dict(self.chat_template_kwargs) != dict(variables):
             raise ApiError(
                 f"chat_template_kwargs: the run renders with {json.dumps(dict(variables))}, as "
@@ -147,21 +147,20 @@ class SamplingFields(BaseModel, extra="allow"):
             )
 
     def changed(self, sampling: SamplingConfig) -> SamplingConfig:
-        """The sampling with what the request says instead. Raises ApiError."""
+        """Return `sampling` with the request's changes. Raises ApiError."""
         fields = {name: value for name, value in self.sampling_fields.items() if name in SamplingConfig.model_fields}
         try:
             return SamplingConfig.model_validate(sampling.model_dump() | fields).with_seed(self.seed)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            raise ApiError(f"{'.'.join(map(str, first['loc'])) or 'sampling'}: {first['msg']}", "sampling") from None
+            raise ApiError(first_mistake(error, "sampling"), "sampling") from None
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raises ApiError if a field asks for something else than `sampling`."""
+        """Raise ApiError if a field differs from `sampling`."""
         for name, value in self.sampling_fields.items():
             if name == "chat_template_kwargs":
                 continue
             if name == "seed" and (not sampling.temperature or value == sampling.seed):
-                continue  # nothing is drawn, or from random numbers of the request's own
+                continue  # nothing is drawn, or the request has its own random numbers
             if name == "seed":
                 reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
             elif (run := getattr(sampling, name, NEUTRAL.get(name))) == value:
@@ -181,8 +180,8 @@ REFUSED = {
     **dict.fromkeys(("functions", "function_call"), "give tools instead"),
     "continue_final_message": "the policy cannot be made to begin with a given text",
 }
-"""Fields that would change the answer, and why they cannot be had. Their values that ask for nothing are taken."""
-# How many names of ignored fields are kept, so that no client fills the log.
+"""Fields that would change the answer, and why they are refused. Values that ask for nothing are accepted."""
+# The most names of ignored fields that are kept, so that no client fills the log.
 MOST_IGNORED = 100
 _ignored: set[str] = set()
 NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
@@ -214,7 +213,7 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion: the message for the agent, the finish reason, what was sampled, and the tokens before it."""
+    """A completion: the message for the agent, the finish reason, the sampled tokens, the number of tokens before."""
 
     message: Json
     finish: str
@@ -223,13 +222,13 @@ class Answer:
 
 
 class ChatSession:
-    """The calls of one sample. A call whose messages begin with the messages and the answer of an earlier call goes on
-    from the tokens of the earlier call; any other call begins a conversation of its own.
+    """The calls of a sample. A call that begins with the messages and the answer of an earlier call goes on from the
+    tokens of the earlier call; any other call begins a new conversation.
 
-    session: makes the calls. most_characters: of a call's messages and tools. last_text: the text of the last answer,
-    without tool calls and thinking. rewards: those that the agent has given, by the id of the answer, or None for the
-    sample. agent_rewards: those of each of several agents, by the name that its calls have. failure: set to the error
-    if a generation of this sample fails.
+    session: makes the calls. most_characters: limit of a call's messages and tools. last_text: the last answer without
+    tool calls and thinking. rewards: given by the agent, by the answer's id, or None for the sample. agent_rewards:
+    rewards of several agents, by the name on the agent's calls. failure: set to the error if a generation of this
+    sample fails.
     """
 
     def __init__(self, session: Session, most_characters: int = MAX_CHARACTERS) -> None:
@@ -237,14 +236,14 @@ class ChatSession:
         self._most_characters = most_characters
         self.tokenizer = session.tokenizer
         self._parsers: Parsers = session.tool("parsers")
-        # After each answer, by the digest of all messages and the tools.
+        # After an answer, by the digest of all messages and the tools.
         self._conversations: dict[bytes, Conversation] = {}
         self._answers: dict[str, Generation] = {}
-        self._tool_calls: set[str] = set()  # their ids
+        self._tool_calls: set[str] = set()  # ids
         self.last_text = ""
         self.rewards: dict[str | None, float] = {}
         self.agent_rewards: dict[str, float] = {}
-        self._callers: dict[str, list[str]] = {}  # ids of answers, by the names that their calls have
+        self._callers: dict[str, list[str]] = {}  # ids of answers, by the name on the calls
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     async def complete(
@@ -254,10 +253,10 @@ class ChatSession:
         on_text: Callable[[str], None] | None = None,
         earlier: Sequence[Any] | None = None,
     ) -> Answer:
-        """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
-        complete to be parsed. `earlier`: the message and the finish that the same turn was read as before, since a call
-        of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
-        failed."""
+        """Return the policy's answer. name: the answer's id. on_text: gets the text as it is sampled, unless a parser
+        needs the whole text. earlier: message and finish reason of an earlier reading of the same turn, since a new
+        reading would give its tool calls new ids. Raises ApiError, or the session's error: the sample has then failed.
+        """
         request.check_sampling(self.session.sampling)
         request.check_template(self._parsers.template_kwargs)
         await self._check(request.offered)
@@ -281,7 +280,7 @@ class ChatSession:
         return Answer(message, finish, sampled, len(prompt))
 
     def name_answer(self, name: str, answer: Answer) -> None:
-        """Give an answer a further id, under which it may be rewarded."""
+        """Give an answer a second id, under which it may be rewarded."""
         self._answers[name] = answer.sampled
 
     def give_reward(self, value: float, answer: str | None) -> None:
@@ -294,11 +293,11 @@ class ChatSession:
         self.rewards[answer] = value
 
     def name_caller(self, caller: str, names: Sequence[str]) -> None:
-        """The answers with these ids are of calls with this name, which one of several agents gives its calls."""
+        """Record that calls of `caller`, the name of one of several agents, got the answers with these ids."""
         self._callers.setdefault(caller, []).extend(names)
 
     def credit_caller(self, caller: str, value: float | None, agent: str) -> None:
-        """Set the reward of all calls so far with this name, as `Session.credit` does. Raises ApiError."""
+        """Set the reward of all calls so far by this caller, as `Session.credit` does. Raises ApiError."""
         names = self._callers.get(caller, ())
         if not names and value is not None:
             raise ApiError(f"this sample has no call whose header X-Session-Id is {caller!r:.80}")
@@ -310,10 +309,10 @@ class ChatSession:
     def _prompt(
         self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
     ) -> tuple[Conversation, list[int]]:
-        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError."""
+        """Return the conversation that the messages continue, and the tokens of the prompt. Raises ApiError."""
         parent = next((talk for digest in reversed(digests) if (talk := self._conversations.get(digest))), None)
         if parent is not None:
-            with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
+            with contextlib.suppress(Exception):  # for example, the template does not show the last answer
                 talk = parent.copy()
                 return talk, talk.prompt(messages)
         talk = Conversation(self.tokenizer, tools)
@@ -327,7 +326,7 @@ class ChatSession:
 
     @contextlib.contextmanager
     def _fails_by(self, causes: type[Exception]) -> Iterator[None]:
-        """The sample fails by errors of these kinds, even if the agent goes on."""
+        """Let the sample fail by errors of these kinds, even if the agent goes on."""
         try:
             yield
         except causes as error:
@@ -336,7 +335,7 @@ class ChatSession:
             raise
 
     async def _check(self, tools: list[Json] | None) -> None:
-        """Raises ApiError if vLLM's parsers do not take these tools, and UserError if none reads the model's calls. The
+        """Raise ApiError if vLLM's parsers refuse these tools, and UserError if no parser reads the model's calls. The
         first call imports vLLM."""
         if not self._parsers.reads(tools):
             return
@@ -344,7 +343,7 @@ class ChatSession:
             await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
 
     async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> tuple[Json, str]:
-        """The message that was sampled, and how it ends."""
+        """Return the sampled message, and its finish reason."""
         if self._parsers.reads(request.offered):
             read = await asyncio.get_running_loop().run_in_executor(
                 _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
@@ -355,13 +354,13 @@ class ChatSession:
 
 
 def _digest(prefix: bytes, message: Json) -> bytes:
-    """The digest of a message and of all before it, whose digest is `prefix`."""
+    """Return the digest of a message and of all messages before, with the digest `prefix`."""
     data = json.dumps(compared(message), sort_keys=True).encode()
     return blake2b(prefix + data, digest_size=16).digest()
 
 
 def _streaming_keep(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
-    """A `Keep` that ends no turn. It tells the text as it grows, but not what may be the beginning of a stop string."""
+    """Return a `Keep` that ends no turn. New text is passed on, but not a possible beginning of a stop string."""
     grown = GrownText(tokenizer)
     hidden = max(map(len, stops), default=1) - 1
     position = 0
@@ -380,11 +379,9 @@ def _streaming_keep(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent needs to make the calls of one sample, and the chat that these calls make up.
-
-    reward_key: what the sample's rewards are given with. It belongs to the agent alone: a policy that gets at it, as it
-    may at `api_key` in an environment variable, scores itself.
-    """
+    """The access of an agent to a sample, and the sample's chat. reward_key: authorises rewards, for the agent alone: a
+    policy that learned the reward key, as a policy may learn `api_key` from an environment variable, could score
+    itself."""
 
     base_url: str
     api_key: str
@@ -394,7 +391,7 @@ class Access:
 
 class Reply(Protocol):
     """The answer to one call in the format of its protocol: a body, or the events of a stream, in the order of these
-    methods. Only a body may have several answers, as many as there are `names`, which are their ids."""
+    methods. Only a body may have several answers. `names` are the ids of the answers."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -404,19 +401,19 @@ class Reply(Protocol):
         """The call."""
 
     def body(self, *answers: Answer) -> Json:
-        """The body of answers that are not streamed."""
+        """Return the body of answers that are not streamed."""
 
     def start(self) -> list[Event]:
-        """The events before the text."""
+        """Return the events before the text."""
 
     def text(self, piece: str) -> list[Event]:
-        """The events of a new piece of the text."""
+        """Return the events of a new piece of the text."""
 
     def finish(self, answer: Answer) -> list[Event]:
-        """The events of what `text` has not told, and of the end. If `text` was called, there is no reasoning."""
+        """Return the events of the rest and of the end. After calls of `text` there is no reasoning."""
 
     def error(self, error: ApiError) -> list[Event]:
-        """The events of an error after `start`, instead of `finish`."""
+        """Return the events of an error after `start`, instead of `finish`."""
 
 
 class ChatReply:
@@ -476,28 +473,28 @@ class ChatReply:
 
 
 def error_body(message: str, code: str | None) -> Json:
-    """The body of an error in OpenAI's protocols."""
+    """Return the body of an error in OpenAI's protocols."""
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 async def prompt_tokens(
     request: ChatRequest, tokenizer: Any, most_characters: int, session: Session | None = None
 ) -> int:
-    """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
+    """Count the tokens of messages and tools in the chat template. session: shows pictures. Raises ApiError."""
     messages = accepted(messages_of(request, session), tokenizer)
     length = check_length(messages, request.offered, most_characters)
     return len(await aside(length, _rendered, Conversation(tokenizer, request.offered), messages))
 
 
 def most_characters(config: Config, tokenizer: Any) -> int:
-    """How many characters a call may have: more than fit into the model's context."""
+    """Return the most characters of a call: more than fit into the model's context."""
     longest = config.generator.max_model_len or min(tokenizer.model_max_length, MAX_CONTEXT)
     return int(longest) * CHARACTERS_PER_TOKEN
 
 
 def check_length(messages: list[Json] | str | list[int], tools: list[Json] | None, most_characters: int) -> int:
-    """The characters of messages, or of a prompt, and of tools. Raises ApiError if they cannot fit into the model's
-    context: to find out by encoding would take minutes."""
+    """Return the characters of messages, or of a prompt, and of tools. Raises ApiError if they cannot fit into the
+    model's context: encoding them to find out would take minutes."""
     length = len(json.dumps([messages, tools], ensure_ascii=False))
     if length > most_characters:
         why = f"the call has {length} characters, and the model takes at most {most_characters}: send less"
@@ -506,7 +503,7 @@ def check_length(messages: list[Json] | str | list[int], tools: list[Json] | Non
 
 
 async def aside(length: int, work: Callable[..., T], *arguments: Any) -> T:
-    """What `work` returns for texts of so many characters: long texts would hold up all other requests."""
+    """Return the result of `work`, in a thread if `length` characters would hold up all other requests."""
     if length <= SHORT:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_ENCODING, work, *arguments)
@@ -525,7 +522,7 @@ def _usage(*answers: Answer) -> Json:
 
 
 def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json | None:
-    """Log-probs of the sampled tokens. Those of alternatives are not known, whatever `top_logprobs` asks for."""
+    """Return log-probs of the sampled tokens. Alternatives' log-probs are unknown, whatever `top_logprobs` asks for."""
     if not request.logprobs:
         return None
     content = []
@@ -537,25 +534,25 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
 
 
 def messages_of(request: ChatRequest, session: Session | None) -> list[Json]:
-    """The messages of a request, whose pictures the session shows. Leading system messages are one, as most templates
-    take one. Raises ApiError."""
+    """Return the messages of a request; the session shows their pictures. Leading system messages become a single
+    message, as most templates want. Raises ApiError."""
     messages = [message_of(raw, session) for raw in request.messages]
     leading = [*itertools.takewhile(lambda message: message["role"] == "system" and _is_text(message), messages)]
     return [_joined(leading), *messages[len(leading) :]] if len(leading) > 1 else messages
 
 
 def _joined(messages: Sequence[Json]) -> Json:
-    """One message with the texts of several."""
+    """Join the texts of several messages to one message."""
     return messages[0] | {"content": "\n\n".join(message["content"] for message in messages if message["content"])}
 
 
 def _is_text(message: Json) -> bool:
-    """Whether a message has no pictures."""
+    """Return whether a message has no pictures."""
     return isinstance(message["content"], str)
 
 
 def accepted(messages: list[Json], tokenizer: Any) -> list[Json]:
-    """The messages with those of the system after the first as texts of the user, if the template refuses them."""
+    """Return the messages. If the template refuses late system messages, they become texts of the user."""
     late = any(message["role"] == "system" for message in messages[1:])
     if not late or _takes_late_system(tokenizer, str(tokenizer.chat_template)):
         return messages
@@ -571,7 +568,7 @@ def accepted(messages: list[Json], tokenizer: Any) -> list[Json]:
 
 @functools.lru_cache(maxsize=64)
 def _takes_late_system(tokenizer: Any, template: str) -> bool:
-    """template: its text, by which the answer is kept."""
+    """template: the template's text, a key of the cache."""
     try:
         Conversation(tokenizer).prompt([*_PROBE])
     except Exception:  # templates may raise anything
@@ -579,15 +576,15 @@ def _takes_late_system(tokenizer: Any, template: str) -> bool:
     return True
 
 
-# What clients write into messages besides their content.
+# Fields beside the content that clients write into messages.
 UNSHOWN = ("refusal", "function_call", "audio")
-# A system message that a user's message and an answer precede.
+# A system message after a user's message and an answer.
 _PROBE = [{"role": role, "content": f"It is {n}."} for n, role in enumerate(("user", "assistant", "user", "system"))]
 
 
 def message_of(raw: Json, session: Session | None = None) -> Json:
-    """A chat message in the form that templates take, without fields that clients add to the messages they received.
-    session: shows its pictures. Raises ApiError."""
+    """Return a chat message in the form that templates take, without fields that clients add to received messages.
+    session: shows the message's pictures. Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")

@@ -1,8 +1,8 @@
-"""An HTTP endpoint, through which any agent program samples from the policy in training. It speaks OpenAI's chat
-completions and responses, and Anthropic's messages.
+"""An HTTP endpoint, through which any agent program samples from the policy in training. The endpoint speaks OpenAI's
+chat completions and responses, and Anthropic's messages.
 
-Each sample has its own API key, which is valid until the sample ends. The key authorises a call and identifies its
-sample. It does not authorise rewards, since a policy with a shell may find it in the agent's environment variables.
+A sample has its own API key, which is valid until the sample ends. The key authorises a call and identifies the sample.
+Rewards need another key, since a policy with a shell may find the API key in the agent's environment variables.
 """
 
 import asyncio
@@ -36,19 +36,20 @@ from areal.extensions.agents.openai_api import (
     Event,
     Reply,
 )
+from areal.extensions.agents.parsers import first_mistake
 from areal.extensions.agents.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
 from areal.workflows.tools import Tool, Tools
 
 MAX_BODY_BYTES = 32 * 2**20
-# A connection that has sent no request for this long is closed. aiohttp counts from the connection on, so the headers
-# of a request have to come within this time too, and so has its body.
+# A connection without a request for this long is closed. aiohttp counts from the connection on, so a request's headers
+# have to come within this time, and so has the body.
 IDLE_SECONDS = 30.0
-# Time for the rest of a request that is answered before it has come.
+# Time for the rest of a request that is answered early.
 LINGER_SECONDS = 10.0
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
 CLOSE_SECONDS = 1.0
-# Whoever is refused for now, with one of these statuses, is told to come again after so many seconds.
+# Statuses of temporary refusals, and the seconds after which a refused caller is told to come again.
 FOR_NOW, RETRY_AFTER = (429, 503), "5"
 NO_REWARD = (
     "a reward needs the sample's reward key as `key`, which an agent gets where "
@@ -58,9 +59,9 @@ NO_REWARD = (
 
 
 class RewardRequest(BaseModel):
-    """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the answer whose reward it is.
-    session: the header X-Session-Id of the calls whose reward it is, and `agent` the name of who made them; without a
-    reward they are not trained. With neither it is the sample's reward."""
+    """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the rewarded answer. session: the
+    header X-Session-Id of the rewarded calls, and `agent` their maker's name; a null reward leaves these calls
+    untrained. With neither call nor session, the reward is the sample's."""
 
     reward: float | None
     key: str = ""
@@ -92,21 +93,21 @@ class OpenSample:
         return await self.chat.complete(request, name, on_text)
 
     def name_caller(self, caller: str, names: Sequence[str]) -> None:
-        """The answers with these ids are of one of several agents, which gives its calls this name, or none."""
+        """Record the answers with these ids for the agent that named its call `caller`, if it has a name."""
         if caller:
             self.chat.name_caller(caller, names)
 
     def headers(self) -> dict[str, str]:
-        """Those of its answers, as far as is known when they begin."""
+        """Headers of the answers, as far as known at their beginning."""
         return {}
 
 
 class OpenAIEndpoint(Tool):
-    """Serves calls for open samples. It starts to listen when the first sample is opened.
+    """Serves calls for open samples, from the first opened sample on.
 
-    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal is
-    told about each request that is answered with an error, except for errors within a stream. port: 0: any free one.
-    most_characters: of a call.
+    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal:
+    called for each request that is answered with an error, except for errors within a stream. port: 0 takes any free
+    port. most_characters: limit of a call.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class OpenAIEndpoint(Tool):
             await self._runner.cleanup()
 
     async def listen(self) -> int:
-        """Listen, unless it does already. Returns the port. Raises OSError if that cannot be used."""
+        """Listen, unless the endpoint already listens. Returns the port. Raises OSError if the port cannot be used."""
         async with self._starting:
             if self._runner is None:
                 runner = web.AppRunner(
@@ -188,7 +189,7 @@ class OpenAIEndpoint(Tool):
         return _error(request, error)
 
     def _sample(self, request: web.Request) -> OpenSample:
-        """The open sample that the request's API key belongs to. Raises ApiError."""
+        """Return the open sample of the request's API key. Raises ApiError."""
         sample = self._open.get(key_of(request))
         if sample is None:
             raise ApiError(
@@ -199,7 +200,7 @@ class OpenAIEndpoint(Tool):
         return sample
 
     async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[OpenSample, Any]:
-        """The open sample of a request, and the request's body as a `kind`. Raises ApiError."""
+        """Return the open sample of a request, and the request's body as a `kind`. Raises ApiError."""
         return self._sample(request), parse(kind, await body_of(request))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -242,7 +243,7 @@ def open_endpoint(tools: Tools) -> OpenAIEndpoint:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """False for log records of malformed requests. Their clients get an answer, and could fill the log with them."""
+    """Drop log records of malformed requests. Their clients get an answer, and could fill the log."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
 
 
@@ -251,7 +252,7 @@ _log.addFilter(_is_ours)
 
 
 def key_of(request: web.Request) -> str:
-    """The API key of a request; empty if there is none."""
+    """Return the API key of a request; empty without a key."""
     return request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
@@ -265,7 +266,7 @@ def _error(request: web.Request, error: ApiError) -> web.Response:
 
 
 async def body_of(request: web.Request) -> bytes:
-    """The unpacked body of the request. Raises ApiError if it does not match its declared encoding."""
+    """Return the unpacked body of the request. Raises ApiError if the body does not match its declared encoding."""
     slow = partial(ApiError, code="slow_body", status=408)
     with (
         explain(TimeoutError, f"the body has not come within {IDLE_SECONDS:.0f} s", slow),
@@ -278,7 +279,7 @@ async def body_of(request: web.Request) -> bytes:
 
 
 def _unpacked(body: bytes, encoding: str) -> bytes:
-    """aiohttp would inflate a body of any length, also one that nobody reads. Raises ApiError and HTTPException."""
+    """Unpack a body, up to a limit, while aiohttp would inflate any length. Raises ApiError and HTTPException."""
     if encoding not in ("gzip", "deflate"):
         raise ApiError(f"the Content-Encoding {encoding!r} is not known: use gzip or deflate", status=415)
     inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # 32: either format
@@ -292,13 +293,11 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
 
 
 def parse(kind: type[BaseModel], body: bytes) -> Any:
-    """The body as a `kind`. Raises ApiError, which names the first wrong field."""
+    """Return the body as a `kind`. Raises ApiError, which names the first wrong field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise ApiError(f"{where}: {first['msg']}") from None
+        raise ApiError(first_mistake(error, "the body")) from None
 
 
 async def _answer(request: web.Request, sample: OpenSample, reply: Reply) -> web.StreamResponse:
@@ -323,7 +322,7 @@ async def _answer(request: web.Request, sample: OpenSample, reply: Reply) -> web
 
 
 def _result(call: asyncio.Task[Answer]) -> Answer:
-    """The answer of a call that is done. Raises ApiError."""
+    """Return the answer of a call that is done. Raises ApiError."""
     if call.cancelled():
         raise ApiError("the sample has ended", "sample_ended")
     if (error := call.exception()) and not isinstance(error, ApiError):
@@ -338,8 +337,8 @@ async def _stream(
     pieces: asyncio.Queue[str | None],
     call: asyncio.Task[Answer],
 ) -> web.StreamResponse:
-    """Send the answer as a stream, which begins with its first piece of text or, without any, at its end. None ends the
-    pieces. Raises ApiError for an error before the stream has begun; a later one is an event."""
+    """Send the answer as a stream. The stream begins with the first piece of text or, without any, at the end of the
+    call. None ends the pieces. Raises ApiError for an error before the stream has begun; a later error is an event."""
     piece = await pieces.get()
     if piece is None:
         _result(call)

@@ -20,8 +20,8 @@ Parsers(load_tokenizer(folder, data), tools, reasoning or None, data.chat_templa
 
 
 def check_parsers(config: Config, folder: Path, tokenizer: Any) -> None:
-    """Check the parsers where the workflow needs them, and say what is wrong where it may need them. tokenizer: of the
-    model in `folder`. Raises UserError."""
+    """Check the parsers if the workflow needs parsers, and print a note if the workflow may need parsers. `tokenizer`
+    belongs to the model in `folder`. Raises UserError."""
     if config.rollout_manager.needs_parsers:
         load_parsers(config, folder)
     if config.rollout_manager.may_need_parsers and writes_calls(tokenizer):
@@ -32,8 +32,8 @@ def check_parsers(config: Config, folder: Path, tokenizer: Any) -> None:
 
 
 def load_parsers(config: Config, folder: Path) -> None:
-    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need, or if they do not read
-    the calls that its chat template writes."""
+    """Raise UserError if the tokenizer of the model in `folder` lacks tokens for the parsers, or if the parsers do not
+    read the calls of its chat template."""
     section = config.rollout_manager
     check_apart(
         _LOAD_PARSERS,

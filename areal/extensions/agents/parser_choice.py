@@ -1,8 +1,8 @@
-"""Which of vLLM's parsers reads the calls that a model's chat template writes.
+"""Chooses vLLM's parser for the calls that a model's chat template writes.
 
-The template writes an example call, and each parser reads it back. Several may: the best leaves the least text beside
-the call, since some parsers find a call between the marks of another model. Then Hermes' form is the most common, and a
-parser may have the name of its marks (`<seed:tool_call>`).
+The template writes an example call, and the parsers read it back. If several can, the best leaves the least text beside
+the call, since some parsers find a call between the marks of another model. Next comes Hermes' form, the most common,
+then a parser named as the marks (`<seed:tool_call>`).
 """
 
 import json
@@ -26,30 +26,30 @@ _EXAMPLE_NAME, _EXAMPLE_VALUE = EXAMPLE_TOOL["function"]["name"], EXAMPLE_ARGUME
 _MARK = r"<[^<>\s]+>|\[[A-Z_]+\]"
 
 Read = Callable[[str, Generation], tuple[str, list[dict[str, Any]]]]
-"""The text and the calls of a turn, by the parser of this name. May raise anything."""
+"""Returns the text and the calls of a turn, read by the parser of this name. May raise anything."""
 
 
 class Marks(NamedTuple):
-    """What stands around a call in a turn: `begins` before the name of its tool, and `end` after its arguments."""
+    """The marks around a call in a turn: `begins` before the name of the tool, and `end` after the arguments."""
 
     begins: tuple[str, ...]
     end: str
 
     def are_closed(self, text: str) -> bool:
-        """Whether no call of the text lacks its end."""
+        """Return whether every call of the text has its end."""
         return text.rfind(self.end) > max(map(text.rfind, self.begins))
 
 
 def marks_of(example: str) -> Marks | None:
-    """The marks around an example call; None if there are none."""
+    """Return the marks around an example call, or None without marks."""
     head, tail = example.partition(_EXAMPLE_NAME)[0], example.rpartition(_EXAMPLE_VALUE)[2]
     begins, end = re.findall(_MARK, head) or head.split()[:1], re.search(rf"({_MARK}|\S)\s*$", tail)
     return Marks(tuple(begins), end[1]) if begins and end else None
 
 
 def example_turns(name: str, tokenizer: Any) -> list[Generation]:
-    """Turns with an example call as the policy would write it; none if the chat template writes no calls. Raises
-    UserError if the template refuses them, unless a parser is named."""
+    """Return turns with an example call as the policy would write it; an empty list if the chat template writes no
+    calls. Raises UserError if the template refuses calls and no parser is named."""
     if not tokenizer.chat_template:
         return []
     refused = "{why}: set data.chat_template to a template that takes the calls of tools."
@@ -59,8 +59,8 @@ def example_turns(name: str, tokenizer: Any) -> list[Generation]:
 
 
 def fitting_parser(name: str, tokenizer: Any, turns: Sequence[Generation], names: Iterable[str], read: Read) -> str:
-    """The parser for these turns of a model: `name`, or for `auto` the best of `names`; any fits if there are none.
-    Raises UserError if this parser does not read the call of the turns."""
+    """Return the parser for these turns of a model: `name`, or for `auto` the best of `names`. Without turns any parser
+    fits. Raises UserError if the parser does not read the call of the turns."""
     if not turns:
         return HERMES if name == AUTO_PARSER else name
     written = tokenizer.decode(turns[0].tokens)
@@ -84,7 +84,7 @@ def fitting_parser(name: str, tokenizer: Any, turns: Sequence[Generation], names
 
 
 def _fitting(names: Iterable[str], turns: Sequence[Generation], read: Read) -> tuple[list[str], list[str]]:
-    """The parsers that read one of the turns, the best first, and those whose packages are not installed."""
+    """Return the parsers that read a turn, best first, and the parsers whose packages are not installed."""
     lengths: dict[str, int] = {}  # characters of text beside the call
     lacking: dict[str, bool] = {}
     for name, turn in product(names, turns):
@@ -103,6 +103,6 @@ def _called(call: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _turn(tokens: Sequence[int]) -> Generation:
-    """A turn of these tokens, as if the policy had sampled them."""
+    """Return a turn of these tokens, as if the policy had sampled them."""
     n = len(tokens)
     return Generation(np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")

@@ -1,7 +1,7 @@
-"""What a sampled turn says: its thinking, its tool calls and the rest of its text, by vLLM's parsers.
+"""Reads a sampled turn by vLLM's parsers: thinking, tool calls and the rest of the text.
 
-So a policy is read in training as it is by vLLM's server. `parser_choice.py` says which parser reads calls. vLLM is
-imported for the first turn that may have calls or thinking: that takes six seconds and 400 MB, and few runs need it.
+Training thus reads a policy as vLLM's server does. `parser_choice.py` chooses the parser of calls. vLLM is imported for
+the first turn that may have calls or thinking: the import takes six seconds and 400 MB, and few runs need it.
 """
 
 import itertools
@@ -32,15 +32,15 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 # Some parsers take quadratic time: qwen3_xml takes 18 s for a policy that repeats the beginning of a call 800 times.
-# Time of the processor, not of the clock: a busy machine does not change what a turn says.
+# The limit is CPU time, so that a busy machine does not change how a turn is read.
 PARSE_SECONDS = 10.0
-# So many calls and returns of functions are between two looks at the clock.
+# Calls and returns of functions between two looks at the clock.
 _CALLS = 256
-# They write a traceback for every malformed call.
+# Loggers that write a traceback for every malformed call.
 _LOUD = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-# The parsers of gpt-oss. They read tokens, also in turns without tools: the text of such tokens makes no sense.
+# The parsers of gpt-oss. The parsers read tokens, also in turns without tools: the text of such tokens makes no sense.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
-# They stand in its chat template.
+# Marks in gpt-oss' chat template.
 HARMONY_MARKS = ("<|channel|>", "<|call|>")
 
 
@@ -48,8 +48,8 @@ HARMONY_MARKS = ("<|channel|>", "<|call|>")
 class Parsed:
     """A turn as its agent gets it.
 
-    content: the text that is neither thinking nor a call. reasoning: the thinking, None if there is none. calls: tool
-    calls in the form of OpenAI's API. stopped: whether a stop text ended the turn.
+    content: the text without thinking and calls. reasoning: the thinking, or None. calls: tool calls in the form of
+    OpenAI's API. stopped: whether a stop text ended the turn.
     """
 
     content: str
@@ -60,7 +60,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A class of vLLM's parsers. special: it has to see the special tokens."""
+    """A class of vLLM's parsers. special: the parser has to see the special tokens."""
 
     parser: Any
     special: bool
@@ -69,8 +69,8 @@ class _Kind:
 class Parsers(Tool):
     """Reads turns by the parsers of these names, the keys of vLLM's --tool-call-parser and --reasoning-parser.
 
-    `tool_call_parser`: its name, for `auto` once it is loaded. template_kwargs: `data.chat_template_kwargs`, which tell
-    some parsers whether the policy thinks.
+    `tool_call_parser`: the name of the parser, chosen by `load` for `auto`. template_kwargs:
+    `data.chat_template_kwargs`, from which some parsers learn whether the policy thinks.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Parsers(Tool):
         self._has_warned = False
 
     def load(self) -> None:
-        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token, or
-        if the parser of calls does not read those that the chat template writes."""
+        """Import vLLM and choose its parsers, at the first call. Raises UserError if the tokenizer lacks a token, or if
+        the parser of calls does not read the calls of the chat template."""
         with self._loading:
             if self._kinds is not None:
                 return
@@ -116,7 +116,7 @@ class Parsers(Tool):
                 os.environ.update(environment)
 
     def check(self, tools: list[Json] | None) -> None:
-        """Load what turns with these tools need. Raises UserError as `load`, ValueError for tools of another form."""
+        """Load the parsers for turns with these tools. Raises UserError, and ValueError for tools of another form."""
         if self.reads(tools):
             self.load()
             _request(tools)
@@ -124,11 +124,11 @@ class Parsers(Tool):
     def parse(
         self, sampled: Generation, tools: list[Json] | None, stops: Sequence[str] = (), taken: Collection[str] = ()
     ) -> Parsed:
-        """What the turn says, up to the first of `stops`. If its parser finds no call, or one that is malformed, or if
-        a limit cut the turn or a stop text a call, it has none, and their text is content. taken: ids that calls of
-        the sample have already.
+        """Read the turn up to the first of `stops`. Without a call, with a malformed call, or if a limit cut the turn
+        or a stop text a call, the turn has no calls, and the text of calls is content. taken: ids of earlier calls of
+        the sample.
 
-        May take a few times PARSE_SECONDS. Raises what `check` raises.
+        May take a few times PARSE_SECONDS. Raises as `check`.
         """
         self.check(tools)
         text, stopped = self._text(sampled, stops, special=False)
@@ -137,18 +137,18 @@ class Parsers(Tool):
             reasoning, content, raw_calls = self._tried(with_tools, sampled, tools, stops) or (None, "", ())
             if calls := _calls(raw_calls, taken):
                 return Parsed((content or "").strip(), reasoning or None, calls, stopped)
-        # Read again: parsers of calls drop what they cannot read.
+        # Read again: parsers of calls drop text that they cannot read.
         if without:
             reasoning, content, _ = self._tried(without, sampled, None, stops) or (None, text, ())
             return Parsed(content or "", reasoning or None, [], stopped)
         return Parsed(text, None, [], stopped)
 
     def reads(self, tools: list[Json] | None) -> bool:
-        """Whether vLLM's parsers read the turns with these tools. They need the whole turn, and time."""
+        """Return whether vLLM's parsers read turns with these tools. Parsers need the whole turn, and time."""
         return bool((tools and self.tool_call_parser) or self._reasoning_parser or self._harmony)
 
     def _chosen(self) -> tuple[_Kind | None, _Kind | None]:
-        """The parsers of a turn with tools and of one without. May raise anything."""
+        """Return the parser of turns with tools, and the parser of turns without. May raise anything."""
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         for loud in _LOUD:
@@ -168,7 +168,7 @@ class Parsers(Tool):
         return with_tools, with_tools if self._harmony else self._kind(None, reasoning)
 
     def _kind(self, name: str | None, reasoning: str | None) -> _Kind | None:
-        """The parser of turns that has these names; None without a name. May raise anything."""
+        """Return the parser of turns with these names; None without a name. May raise anything."""
         from vllm.parser import ParserManager
 
         parser = ParserManager.get_parser(
@@ -185,24 +185,24 @@ class Parsers(Tool):
         return _Kind(parser, special=not adjusted.skip_special_tokens)
 
     def _read_by(self, name: str, turn: Generation) -> tuple[str, list[Json]]:
-        """The text and the calls of a turn, by this parser of calls. May raise anything."""
+        """Return the text and the calls of a turn, by this parser of calls. May raise anything."""
         kind = self._kind(name, None)
         assert kind is not None
         _, content, raw_calls = self._parsed(kind, turn, [EXAMPLE_TOOL], ())
         return (content or "").strip(), _calls(raw_calls, ())
 
     def _cuts_a_call(self, kind: _Kind, sampled: Generation, stops: Sequence[str]) -> bool:
-        """Whether a limit ends the turn, or one of `stops` does so within a call: parsers take what there is of a call
-        for a whole one. Any call counts as cut if its marks are not known, since the chat template writes none."""
+        """Return whether a limit ends the turn, or a stop text ends it within a call: parsers would take a part of a
+        call for a whole call. Without known marks any call counts as cut, since the chat template writes no calls."""
         text, stopped = self._text(sampled, stops, special=kind.special)
         return sampled.finish == "length" or (stopped and not (self._marks and self._marks.are_closed(text)))
 
     def _make_parser(self, parser: Any, request: Any) -> Any:
-        """A parser of one turn."""
+        """Return a parser of a turn."""
         return parser(self._tokenizer, request.tools, chat_template_kwargs=self.template_kwargs)
 
     def _text(self, sampled: Generation, stops: Sequence[str], *, special: bool) -> tuple[str, bool]:
-        """The text before the first of `stops`, and whether there is one. special: with special tokens but the last."""
+        """Return the text before the first of `stops`, and whether a stop was found. special: keep special tokens."""
         tokens = sampled.tokens
         if special and sampled.finish == "stop" and len(tokens) and int(tokens[-1]) in self._special_ids:
             tokens = tokens[:-1]
@@ -211,7 +211,7 @@ class Parsers(Tool):
     def _tried(
         self, kind: _Kind, sampled: Generation, tools: list[Json] | None, stops: Sequence[str]
     ) -> tuple[str | None, str | None, Any] | None:
-        """As `_parsed`. None if the parser fails on this turn, which is logged once."""
+        """Parse as `_parsed` does. Return None if the parser fails on this turn; the first failure is logged."""
         try:
             return _within(PARSE_SECONDS, lambda: self._parsed(kind, sampled, tools, stops))
         except (_TooSlow, Exception) as error:  # a policy may write anything, and parsers raise anything
@@ -224,7 +224,7 @@ class Parsers(Tool):
     def _parsed(
         self, kind: _Kind, sampled: Generation, tools: list[Json] | None, stops: Sequence[str]
     ) -> tuple[str | None, str | None, Any]:
-        """Reasoning, content and calls, by vLLM. May raise anything."""
+        """Return reasoning, content and calls, by vLLM. May raise anything."""
         request = _request(tools)
         text, _ = self._text(sampled, stops, special=kind.special)
         parser = self._make_parser(kind.parser, request)
@@ -232,31 +232,36 @@ class Parsers(Tool):
 
 
 def open_parsers(tools: Tools) -> Parsers:
-    """The parsers that the configuration of the run names."""
+    """Return the parsers in the configuration of the run."""
     names, data = tools.config.rollout_manager, tools.config.data
     return Parsers(tools.tokenizer, names.tool_call_parser, names.reasoning_parser, data.chat_template_kwargs)
 
 
 def _known_parsers() -> list[str]:
-    """The names of vLLM's parsers of calls that read text."""
+    """Return the names of vLLM's parsers of calls that read text."""
     from vllm.tool_parsers import ToolParserManager
 
     return [name for name in ToolParserManager.list_registered() if name != HARMONY]
 
 
 def _request(tools: list[Json] | None) -> Any:
-    """A request with these tools as vLLM's parsers get it. Raises ValueError."""
+    """Return a request with these tools as vLLM's parsers take it. Raises ValueError."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
         return ChatCompletionRequest(messages=[], model="policy", tools=tools or None)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(first_mistake(error)) from None
+
+
+def first_mistake(error: ValidationError, whole: str = "") -> str:
+    """Return the first mistake in a value, after the path of its field, or after `whole` without a field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 def _calls(raw_calls: Iterable[Any] | None, taken: Collection[str]) -> list[Json]:
-    """The calls in the form of OpenAI's API, each with an id of its own; none if one of them is malformed."""
+    """Return the calls in the form of OpenAI's API, with unique ids; an empty list if any call is malformed."""
     ids, calls = set(taken), []
     for call in raw_calls or ():
         try:
@@ -265,7 +270,7 @@ def _calls(raw_calls: Iterable[Any] | None, taken: Collection[str]) -> list[Json
             return []
         if not call.name:
             return []
-        # Some models write the ids of their calls, or want them in a form that their parser knows.
+        # Some models write ids of their calls, or want ids in a form that their parser knows.
         name = call.id if call.id and call.id not in ids else f"call_{token_hex(12)}"
         ids.add(name)
         calls.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
@@ -273,17 +278,17 @@ def _calls(raw_calls: Iterable[Any] | None, taken: Collection[str]) -> list[Json
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first stop string, and whether there is one."""
+    """Return the text before the first stop string, and whether a stop string was found."""
     end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
     return (text, False) if end is None else (text[:end], True)
 
 
 class _TooSlow(BaseException):
-    """Not an Exception: parsers catch those."""
+    """The CPU time is over. Not an Exception, since parsers catch Exceptions."""
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of the call. Raises _TooSlow after so many CPU seconds, where the call calls a function."""
+    """Return the result of the call. Raises _TooSlow when the call calls a function after this many CPU seconds."""
     until = time.thread_time() + seconds
     calls = itertools.count(1)
 
@@ -291,7 +296,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
         if next(calls) % _CALLS == 0 and time.thread_time() > until:
             raise _TooSlow(f"it takes more than {seconds:g} s")
 
-    sys.setprofile(look)  # of this thread
+    sys.setprofile(look)  # for this thread
     try:
         return call()
     finally:

@@ -20,11 +20,11 @@ from areal.extensions.agents.openai_api import (
     other_tool,
 )
 
-# What a message may say beside its content.
+# Further fields of a message beside its content.
 FURTHER = {*UNSHOWN, "tool_calls"}
 Responses = dict[str, list[Json]]
-"""A sample's responses: by their ids, all messages up to them without the instructions. A later call may name one of
-them as its `previous_response_id`."""
+"""A sample's responses: by id, all messages up to the response, without the instructions. A later call may name a
+response as its `previous_response_id`."""
 
 
 ITEMS = {"custom_tool": "custom", "web_search": "web_search", "local_shell": "local_shell"}
@@ -53,7 +53,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """The body of a request for a response. Other fields are ignored."""
+    """The body of a request for a response. Unknown fields are ignored."""
 
     input: str | Annotated[list[Json], Field(fail_fast=True)]
     model: str = "policy"
@@ -158,7 +158,7 @@ class ResponseReply:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _streamed(self, index: int, item: Json) -> list[Event]:
-        """The events of an item, or of what `text` has not told of it, without the last one."""
+        """Return the events of an item without the last event, and without text that `text` has already sent."""
         where: Json = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
             (part,) = item["content"]
@@ -181,7 +181,7 @@ class ResponseReply:
         return [added, delta, self._event("response.function_call_arguments.done", **where, arguments=arguments)]
 
     def _more_text(self, index: int, piece: str) -> list[Event]:
-        """The events of a new piece of the message, and of its beginning if this is the first one."""
+        """Return the events of a new piece of the message; the first piece also begins the message."""
         where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
         events: list[Event] = []
         if self._streamed_length is None:
@@ -201,7 +201,7 @@ def _earlier(request: ResponsesRequest, responses: Responses) -> list[Json]:
 
 
 def _chat_messages(request_input: str | list[Json]) -> list[Json]:
-    """The chat messages that an input makes: the calls after a message are part of it. Raises ApiError."""
+    """Translate an input to chat messages: calls after a message are part of the message. Raises ApiError."""
     if isinstance(request_input, str):
         return [{"role": "user", "content": request_input}]
     messages: list[Json] = []

@@ -11,7 +11,7 @@ from areal.workflows.session import Session
 
 
 class OffersTools(Protocol):
-    """Tools, as chat templates take them, and their calls: their arguments are JSON, their results texts."""
+    """Tools, as chat templates take them, and their calls: arguments are JSON, results are texts."""
 
     @property
     def shown(self) -> Sequence[dict[str, Any]]: ...
@@ -22,7 +22,7 @@ class OffersTools(Protocol):
 async def use_tools(
     session: Session, messages: list[Message], offered: OffersTools, max_turns: int, max_output: int | None = None
 ) -> str:
-    """The policy's last turn, after it has called tools: one without a call, or the last of `max_turns`."""
+    """Let the policy call tools. Return its last turn: the first turn without a call, or the last of `max_turns`."""
     check_shown(session.tokenizer, messages, [*offered.shown])
     chat = ChatSession(session)
     answer = ""

@@ -1,4 +1,4 @@
-"""The workflow `tools`: the policy calls functions of the user's, and tools of MCP servers."""
+"""The workflow `tools`: the policy calls functions of the user, and tools of MCP servers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _WHERE = "rollout_manager.workflow_options"
 
 
 class ToolSet:
-    """The tools of several owners, as one. Raises UserError if two have the same name."""
+    """The tools of several owners in a set. Raises UserError if two tools have the same name."""
 
     def __init__(self, *owners: OffersTools) -> None:
         self._owners: dict[str, OffersTools] = {}
@@ -35,7 +35,7 @@ class ToolSet:
                 self.shown.append(tool)
 
     async def call(self, name: str, arguments: str) -> str:
-        """As the owner of the tool. The policy is told if there is no such tool."""
+        """Call the tool of its owner. The policy is told if no owner has the tool."""
         owner = self._owners.get(name)
         return await owner.call(name, arguments) if owner else f"Error: there is no tool {name}"
 
@@ -46,7 +46,7 @@ def _functions(names: Sequence[str], timeout_seconds: float) -> FunctionTools:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raises UserError if there are no tools, a function is none, or a server cannot be started."""
+    """Raise UserError if there are no tools, a tool is no function, or a server cannot be started."""
     if not (options.get("tools") or options.get("servers")):
         raise UserError(
             f"The workflow tools needs tools: set {_WHERE}.tools=[FILE.py:FUNCTION], or {_WHERE}.servers={{NAME: "
@@ -73,9 +73,8 @@ async def tools(
     max_output: Turns = 4000,
     timeout_seconds: Seconds = TIMEOUT_SECONDS,
 ) -> Trajectory:
-    """The policy may call functions, `package.module:function`, and the tools of MCP servers, and continues with their
-    results (each at most `max_output` characters). The first turn without a call is scored, or else the last of
-    `max_turns`."""
+    """Let the policy call functions, `package.module:function`, and tools of MCP servers, and continue with the results
+    (at most `max_output` characters each). The first turn without a call is scored, or else the last of `max_turns`."""
     async with mcp_tools.opened(servers, timeout_seconds) as of_servers:
         offered = ToolSet(_functions(tuple(tools), timeout_seconds), of_servers)
         answer = await use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)

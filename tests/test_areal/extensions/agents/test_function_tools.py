@@ -34,6 +34,8 @@ async def forecast(city: str, days: int) -> dict:
     {DOCSTRING}
     if city == "slow":
         await asyncio.sleep(60)
+    if city == "lost":
+        raise TimeoutError("The station does not answer.")
     return {{"sky": "grey"}} if city != "odd" else {{1j}}
 
 def untyped(city, days):
@@ -81,6 +83,7 @@ async def test_a_function_has_the_types_of_its_arguments_and_the_policy_is_told_
     assert "city: Missing" in await tools.call("weather", "{}")
     assert "no JSON object" in await tools.call("weather", "[1]")
     assert "longer than 0.2 s" in await tools.call("forecast", '{"city": "slow", "days": 1}')
+    assert await tools.call("forecast", '{"city": "lost", "days": 1}') == "Error: The station does not answer."
     with pytest.raises(ToolError, match="the tool forecast returned a value of type set, which is no JSON"):
         await tools.call("forecast", '{"city": "odd", "days": 1}')
 
