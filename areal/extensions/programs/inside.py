@@ -5,9 +5,9 @@
 PACKAGES are folders of Python packages, joined by `:`, which programs can import. CGROUP is a control group that is
 delegated to the sandbox, or empty.
 
-The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. Every message on the
-socket creates a sandbox. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket for
-the result. Closing its other end stops the program. When the script ends, all processes in its sandboxes end.
+The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. Every message on the socket creates a
+sandbox. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket for the result.
+Closing its other end stops the program. When the script ends, all processes in its sandboxes end.
 
     worker ── launcher ── server, process 1 of namespaces that see the system's folders and nothing else
                             └─ for each program: init, process 1 of the program's own namespaces; it enforces the limits

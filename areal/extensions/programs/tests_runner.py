@@ -1,8 +1,8 @@
 """Runs tests that are Python code against a program, in a sandbox.
 
 `code_tests` runs this module. Outside: the child runs the program. The child is forked before the tests are read, so
-its memory does not contain tests. The parent runs the tests. The child cannot read the parent's memory, nor write to the
-parent's path of modules. The tests call functions of the program by name. Arguments and results are
+its memory has no tests. The parent runs the tests. The child can neither read the parent's memory, nor write
+to the parent's path of modules. The tests call functions of the program by name. Arguments and results are
 plain data (`plain_data`), so results are compared away from the program. Inside: one process runs the program and the
 tests, as usual, and the program may do anything to the tests.
 
