@@ -72,6 +72,14 @@ def test_the_page_of_an_extension_is_printed_by_the_name_of_its_folder():
     assert all_pages()["alerts"].samefile(ROOT / "areal/extensions/alerts/README.md")
 
 
+def test_every_page_that_the_code_names_is_printed_by_this_name():
+    from areal.base.pages import all_pages
+
+    texts = [file.read_text(encoding="utf-8") for room in OURS for file in (ROOT / room).rglob("*.py")]
+    names = {name for text in texts for name in re.findall(r"areal docs ([a-z_]+)", text)}
+    assert len(names) > 10 and names <= {*all_pages()}
+
+
 PROSE = [page for page in PAGES if page not in EXTENSIONS or page.parent.name in ("evaluator", "gateway")]
 MOST_WORDS = 33000
 """Of README and docs/."""
