@@ -20,8 +20,8 @@ Parsers(load_tokenizer(folder, data), tools, reasoning or None, data.chat_templa
 
 
 def check_parsers(config: Config, folder: Path, tokenizer: Any) -> None:
-    """Check the parsers if the workflow needs parsers, and print a note if the workflow may need parsers. `tokenizer`
-    belongs to the model in `folder`. Raises UserError."""
+    """Check the parsers if the workflow needs parsers. If the workflow may need parsers, print a note about an error.
+    tokenizer: belongs to the model in `folder`. Raises UserError."""
     if config.rollout_manager.needs_parsers:
         load_parsers(config, folder)
     if config.rollout_manager.may_need_parsers and writes_calls(tokenizer):

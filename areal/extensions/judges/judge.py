@@ -106,7 +106,7 @@ def client_of(url: str, api_key: str | None, retries: int) -> "AsyncOpenAI":
 
 
 async def _ask_server(client: "AsyncOpenAI", request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
-    """Ask a server: an `Answer` with a client. request: the arguments of the request besides the text."""
+    """Have a server's model answer a text, as an `Answer`. request: the further arguments of the request."""
     from openai import OpenAIError
 
     messages: Any = [{"role": "user", "content": text}]

@@ -81,7 +81,7 @@ def main():
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(RECURSION)
     job, *calls = map(json.loads, sys.stdin.read().split("\n"))
-    # Prints of the program are no answer.
+    # Output of the program is no answer.
     with open(os.dup(1), "w") as answers, open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)

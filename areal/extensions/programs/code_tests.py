@@ -214,7 +214,7 @@ class CodeTests:
 
 
 def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], str | None]:
-    """Return which tests passed, and why tests cannot be run, or None. count: of tests, unless a line tells it."""
+    """Return which tests passed, and why the tests cannot be run, or None. count: the default number of tests."""
     words = {line[0]: line[1] for line in reversed(lines) if len(line) == 2}
     count = int(words.get("tests", count))
     if count == 0:

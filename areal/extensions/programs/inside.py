@@ -555,7 +555,7 @@ def depth():
 
 
 def watch(program, ended, run, usage, job):
-    """Wait for the program. ended: readable when the program is. Returns (status, exit code) as in outside.Outcome."""
+    """Wait for the program. ended: readable after its end. Returns (status, exit code) as in outside.Outcome."""
     deadline = time.monotonic() + job["wall_seconds"]
     look, used = (time.monotonic() + IDLE_SECONDS if job["stays"] else math.inf), 0.0
     poll = select.poll()
@@ -635,7 +635,7 @@ class PolledUsage:
     """A program's usage by regular looks at all its processes."""
 
     def __init__(self, job, plain):
-        """Has to come before the program: the counter of CPU time counts later processes."""
+        """Made before the program, since the counter of CPU time counts only later processes."""
         self.job = job
         self.plain = plain
         self.counter = open_counter()
