@@ -3,6 +3,7 @@
 import ctypes
 import fnmatch
 import gc
+import importlib.metadata
 import io
 import os
 import resource
@@ -12,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,6 +52,15 @@ def check_packages() -> None:
         if spec is None or ROOT / name not in places:
             file = spec and (spec.origin or next(map(str, places), name))
             raise UserError(f"{file} hides the package {name!r} of areal: rename it, or start in another folder.")
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages that are installed, by name."""
+    versions = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

@@ -1,14 +1,13 @@
 """The machine on which something was computed, and the versions of the packages that compute."""
 
-import importlib.metadata
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import areal
-from areal.base.processes import ROOT
+from areal.base.processes import ROOT, installed_versions
 from areal.cpu.processor import of_first_core
 from areal.devices import visible_devices
 
@@ -26,7 +25,7 @@ def machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "program": areal.__version__,
         "commit": _printed("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"),
-        "packages": dict(_versions()),
+        "packages": installed_versions(PACKAGES),
     }
 
 
@@ -47,9 +46,3 @@ def _printed(*command: str) -> str:
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return ""
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            yield package, importlib.metadata.version(package)

@@ -1,7 +1,10 @@
 """What a check found."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from areal.base.errors import UserError
 
 REPORT = "Report it with selftest.json attached (areal docs gpu)."
 Verdict = Literal["ok", "FAILED", "skipped"]
@@ -27,3 +30,14 @@ class Finding:
 def judged(name: str, passed: bool, measured: str, advice: str, **values: Any) -> Finding:
     """A finding that is ok if `passed`. `advice` is kept only if it is not."""
     return Finding(name, "ok" if passed else "FAILED", measured, "" if passed else advice, values)
+
+
+def guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    """What `check` finds. Whatever it raises is its failure, and not that of the checks after it."""
+    try:
+        return check()
+    except UserError as error:
+        return Finding(name, "FAILED", "", str(error))
+    except Exception as error:  # of libraries that may not work here
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Finding(name, "FAILED", f"{type(error).__name__}: {first}", "Report this, with selftest.json attached.")

@@ -51,6 +51,13 @@ def free_memory(device: Any) -> float | None:
     return float(torch.cuda.mem_get_info(device)[0])
 
 
+def reserved_memory(device: Any) -> float:
+    """Return the bytes of a GPU that torch has reserved for this process. On a CPU: 0."""
+    import torch
+
+    return float(torch.cuda.memory_reserved()) if device.type == "cuda" else 0.0
+
+
 def wait_for(free: Callable[[], float | None], needed: float | None, seconds: float) -> float | None:
     """Wait until nearly `needed` bytes (None: any) are free. Returns how long it took; None: over `seconds`."""
     started = time.monotonic()

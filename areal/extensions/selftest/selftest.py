@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.base.errors import UserError, explain
-from areal.base.processes import cache_folder, torchrun
+from areal.base.processes import cache_folder, installed_versions, torchrun
 from areal.base.text import shown
 from areal.config import Config, dump_config, load_config
 from areal.config.roles import ROLES
@@ -283,11 +282,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_bytes": host_memory(),
-        "packages": dict(_versions()),
+        "packages": installed_versions(PACKAGES),
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield package, importlib.metadata.version(package)
