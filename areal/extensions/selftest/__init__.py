@@ -1,1 +1,1 @@
-"""`areal selftest`: what a user runs first on new hardware. It checks each part of a run by itself."""
+"""`areal selftest` checks each part of a run by itself. Run the command first on new hardware."""

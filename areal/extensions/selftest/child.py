@@ -1,6 +1,6 @@
-"""A part of the self-test in a process of its own: an order a line in, its findings a line out, as JSON.
+"""A part of the self-test in a process of its own: lines of JSON with orders go in, and with findings come out.
 
-Two engines in one process disturb each other, and a process that crashes or hangs ends only its own checks.
+Two engines in one process disturb each other, and a crash or a hang ends only the checks of its own process.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ from areal.base.errors import UserError
 from areal.base.processes import die_with_parent, tied
 
 LINES = 12
-"""Of its output that are shown of a process that has died."""
+"""How many lines of a dead process's output a finding shows."""
 LOG_LINES = 400
-"""Of its output that selftest.json keeps of a check that has failed."""
+"""How many lines of a failed check's output selftest.json keeps."""
 END_SECONDS = 10.0
 
 
 class ChildFailed(Exception):
-    """The process died, was late, or could not do what it was told: the message says which. From then on it is gone."""
+    """The process died, was late, or could not follow its order: the message says why. The process is killed."""
 
 
 class ChildSlow(ChildFailed):
-    """Its time was over."""
+    """The process did not answer in time."""
 
 
 class ChildGone(Exception):
-    """An order before this one has failed, so this one was not tried."""
+    """An earlier order to the process failed, so the process is gone and this order was not tried."""
 
 
 class CheckProcess:
-    """The parent's end of a process that `serve`s."""
+    """The parent's end of a process in which `serve` runs."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """log: file for all that the process prints."""
+        """Start the process. log: the file for its output."""
         self._log = log
         with log.open("w") as out:
             self._process = subprocess.Popen(
@@ -62,7 +62,7 @@ class CheckProcess:
         self._failed = ""
 
     def ask(self, order: str, deadline: float, **arguments: Any) -> Any:
-        """What the method `order` returns. deadline: of time.monotonic. Raises ChildFailed, ChildGone."""
+        """Return the answer of the method `order`. deadline: of time.monotonic. Raises ChildFailed, ChildGone."""
         if self._failed:
             raise ChildGone(f"not tried, since `{self._failed}` failed")
         if (seconds := deadline - time.monotonic()) <= 0:
@@ -75,7 +75,7 @@ class CheckProcess:
             raise
 
     def _answer(self, order: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None  # they are pipes
+        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
         try:
             self._process.stdin.write(json.dumps({"order": order, "arguments": arguments}) + "\n")
             self._process.stdin.flush()
@@ -83,7 +83,7 @@ class CheckProcess:
             raise ChildFailed(f"its process has died: {self.last_words}") from None
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             raise ChildSlow(f"no answer within {seconds:.0f} s: {self.last_words}")
-        if not (line := self._process.stdout.readline()):  # an answer is one line, written at once
+        if not (line := self._process.stdout.readline()):  # an answer is a single line, written at once
             raise ChildFailed(f"its process has died: {self.last_words}")
         answer = json.loads(line)
         if "error" in answer:
@@ -92,15 +92,15 @@ class CheckProcess:
 
     @property
     def last_words(self) -> str:
-        """The end of what the process has printed."""
+        """The end of the process's output."""
         return "\n".join(self.last_lines(LINES)) or "it printed nothing"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that the process has printed, without empty ones."""
+        """Return the last `count` lines of the process's output, without empty lines."""
         return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-count:]
 
     def close(self) -> None:
-        """Have the process end."""
+        """Close the process's input, wait until the process ends, and kill the rest."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -109,14 +109,14 @@ class CheckProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
+        """Kill the process and the processes started by it."""
         kill_group(self._process)
         self._process.wait()
 
 
 def serve(checks: Any) -> None:
-    """Follow the orders on standard input until it ends, with the methods of `checks`. Standard output is for answers:
-    what else prints, prints to stderr."""
+    """Follow the orders on standard input until the input ends. An order is the name of a method of `checks`. Standard
+    output carries the answers only: all other output goes to stderr."""
     die_with_parent(signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -130,7 +130,7 @@ def serve(checks: Any) -> None:
             answer = {"found": [asdict(finding) for finding in findings] if isinstance(findings, list) else findings}
         except UserError as error:
             answer = {"error": str(error)}
-        except Exception as error:  # whatever went wrong is what this check has found
+        except Exception as error:  # any failure of a check is a result
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         if os.environ.get("RANK", "0") == "0":
@@ -138,7 +138,7 @@ def serve(checks: Any) -> None:
 
 
 def _orders() -> Iterator[dict[str, Any]]:
-    """The lines of standard input. Of several ranks, rank 0 alone reads it, and the others hear from rank 0."""
+    """Yield the lines of standard input. Only rank 0 reads the input; it passes each line on to the other ranks."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield from map(json.loads, sys.stdin)
         return

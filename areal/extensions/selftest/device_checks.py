@@ -1,4 +1,4 @@
-"""The checks of a trainer's process that need no training engine: devices, kernels, folders, free memory."""
+"""The checks of a trainer's process without an engine: devices, kernels, folders, free memory."""
 
 import gc
 import os
@@ -24,11 +24,11 @@ from areal.training.packed import FlatBatch, pack
 from areal.weights.model_files import model_files
 
 GONE_SECONDS = 30.0
-"""Time in which a GPU's driver has to free the memory of a process that was killed."""
+"""Seconds in which a GPU's driver has to free the memory of a killed process."""
 
 
 class DeviceChecks:
-    """The devices of one rank of a trainer. config: of the run, with a folder as its model."""
+    """The devices of one rank of a trainer. config: the run's configuration, with a folder as its model."""
 
     def __init__(self, config: Config) -> None:
         self._config = config.for_device(cuda=torch.cuda.is_available())
@@ -40,7 +40,7 @@ class DeviceChecks:
             cpu.set_environment(self._config.trainer.dtype)
 
     def devices(self) -> list[Finding]:
-        """What torch sees of this machine."""
+        """Check that torch sees the GPUs listed by the driver, and that the GPUs can compute in the run's dtype."""
         listed, trainer = visible_devices(), self._config.trainer
         facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "listed": listed}
         if not torch.cuda.is_available():
@@ -72,7 +72,7 @@ class DeviceChecks:
         ]
 
     def kernels(self, names: list[str]) -> list[Finding]:
-        """Attention, head and gradient, or some of them, on rank 0."""
+        """Check the kernels `names`, of attention, head and gradient, on rank 0."""
         if os.environ.get("RANK", "0") != "0":
             return []
         dtype, device = self._config.trainer.dtype, self._device
@@ -88,7 +88,7 @@ class DeviceChecks:
         return findings
 
     def disk(self, folder: str) -> list[Finding]:
-        """The folder that takes the weights of versions, and the one in memory, on rank 0."""
+        """Check the folder for published weights, and /dev/shm, on rank 0."""
         if os.environ.get("RANK", "0") != "0":
             return []
         size = model_files(Path(self._config.model)).size
@@ -98,11 +98,11 @@ class DeviceChecks:
         ]
 
     def free_memory(self) -> dict[str, Any]:
-        """Bytes of this rank's GPU that nobody has; None on a CPU."""
+        """Return the free bytes of this rank's GPU, or None on a CPU."""
         return {"bytes": free_memory(self._device)}
 
     def wait_for_memory(self, needed: float | None) -> list[Finding]:
-        """The trainer before this one was killed. Wait until the memory is free again that was before it started."""
+        """Wait until a killed trainer's memory is free. needed: the bytes free before its start; None on a CPU."""
         seconds = wait_for(lambda: free_memory(self._device), needed, GONE_SECONDS)
         free = free_memory(self._device)
         measured = "" if free is None else f", and its GPU memory was free after {seconds or 0:.1f} s"
@@ -120,12 +120,12 @@ class DeviceChecks:
         ]
 
     def checkpoint_bytes(self) -> dict[str, Any]:
-        """Bytes of a checkpoint: the model, and fp32 weights and two moments of what is trained. Adapters are small."""
+        """Return the bytes of a checkpoint: the model, and, except for adapters, fp32 weights and two moments."""
         size = model_files(Path(self._config.model)).size
         return {"bytes": size + (0 if self._config.trainer.lora else 12 * count_parameters(self._config.model))}
 
     def operations(self) -> dict[str, Any]:
-        """What the tokens/s of a generator are made of: operations of a token, and what a device can do."""
+        """Return the operations a token, and a device's peak TFLOP/s: with both, `speed` computes a generator's MFU."""
         _, module = read_modules(self._config.model)
         groups = random_groups(self._sizes.vocab_size, [[128]])
         flat = FlatBatch.of(groups, minibatches=1)

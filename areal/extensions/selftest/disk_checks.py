@@ -1,4 +1,4 @@
-"""The folders through which weights reach generators: how fast they are written, checked and copied."""
+"""The folders through which weights reach generators: the speed of writing, checking and copying."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ from areal.weights.folders import atomic_folder, write_weights
 SLOWEST = 50e6
 """Bytes a second, below which a folder counts as too slow: the weights of 1.5B parameters would take a minute."""
 LEAST, MOST = 1 << 26, 1 << 30
-"""Bytes that are written: as many as the model's weights, within these bounds."""
+"""Bounds of the bytes written. Within the bounds, as many bytes are written as the model's weights have."""
 SHARED_MEMORY = 1 << 30
-"""Bytes that NCCL and vLLM need in /dev/shm for several GPUs."""
+"""Bytes needed in /dev/shm by NCCL and vLLM on several GPUs."""
 MEMORY = Path("/dev/shm")
 
 
@@ -25,8 +25,8 @@ def size_of(folder: Path) -> int:
 
 
 def check_folder(name: str, folder: Path, size: int) -> Finding:
-    """Write weights of `size` bytes, within LEAST and MOST, as the trainer publishes them, and check them as a
-    generator does; beside it, a plain copy of the file. All of it is on disk before the clock stops."""
+    """Write weights of `size` bytes, within LEAST and MOST, as the trainer publishes them; check the file as a
+    generator does; and copy the file. The clock stops only when all bytes are on disk."""
     import torch
 
     size = min(MOST, max(LEAST, size))
@@ -63,7 +63,7 @@ def check_folder(name: str, folder: Path, size: int) -> Finding:
 
 
 def check_memory_folder(size: int, *, gpus: bool) -> Finding:
-    """/dev/shm, which several GPUs need, and which may hold the weights on one machine."""
+    """Check /dev/shm, needed by NCCL on several GPUs. On one machine the folder may hold the weights."""
     if not MEMORY.is_dir():
         return Finding("/dev/shm", "skipped", "this machine has none")
     free, size = shutil.disk_usage(MEMORY).free, min(MOST, max(LEAST, size))

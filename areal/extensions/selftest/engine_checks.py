@@ -1,4 +1,4 @@
-"""The order in which the self-test has a trainer and a generator do their checks, sharing devices as in a run."""
+"""The order of the checks of a trainer and a generator. Their processes share the devices as in a run."""
 
 import shutil
 from collections.abc import Callable, Collection
@@ -20,11 +20,11 @@ DIRECT = {"transport"}
 CHECKS_OF_ENGINES = KERNELS | STARTS | SPEED | COMPARED | RESTART | LONGEST | TURNS | DIRECT
 
 CHECKPOINT_BYTES = 32 * 2**30
-"""A checkpoint that is larger is not written for a check."""
+"""A larger checkpoint is not written for a check."""
 
 
 class Orders(Protocol):
-    """The self-test, which gives orders to processes and keeps what they find."""
+    """The self-test as the giver of orders to processes, and the keeper of their findings."""
 
     def do(
         self,
@@ -44,8 +44,8 @@ class Orders(Protocol):
 
 
 class EngineTest:
-    """The checks of both engines on one model. config: of the run. start: starts a process, by its part. `trainer`: the
-    trainer's process, which runs from the beginning.
+    """The checks of both engines on a model. config: the run's configuration. start: starts a process by the name of
+    its part. `trainer`: the trainer's process, started at once.
 
     With `colocate` the engines have the devices in turns, as in a run: first the generator, then the trainer."""
 
@@ -59,17 +59,17 @@ class EngineTest:
         self._turns = TURNS if config.colocate else set()
         self._kept = {"kept cache"} if config.generator.kv_on_update == "keep" and not config.trainer.lora else set()
         self._compared = (COMPARED - {"kept cache"}) | self._kept
-        self._done: set[str] = set()  # orders that were followed
-        self._facts: dict[str, Any] = {}  # of the turns
+        self._done: set[str] = set()  # orders followed so far
+        self._facts: dict[str, Any] = {}  # seconds and bytes for `check_turns`
 
     def run(self) -> None:
-        """All checks that need an engine."""
+        """Make all checks of engines."""
         if self._test.selects(self._compared | SPEED | self._turns | self._direct | {"generator"}):
             self._generate()
         self._train()
         self._replace_trainer()
         self._load()
-        self._do(self.trainer, "longest", LONGEST, self._direct)  # its steps change the weights: others are sent
+        self._do(self.trainer, "longest", LONGEST, self._direct)  # `transport` needs changed weights
         self._transfer()
         self._compare()
 
@@ -81,7 +81,7 @@ class EngineTest:
         needed_for: Collection[str] = (),
         **arguments: Any,
     ) -> Any:
-        if child is None:  # nothing needs a generator
+        if child is None:  # no selected check needs a generator
             return None
         answer = self._test.do(self._name, child, order, finds, needed_for, **arguments)
         if answer is not None:
@@ -92,7 +92,7 @@ class EngineTest:
         return str(self._folder / name)
 
     def _generate(self) -> None:
-        """Start the generator, and do what needs no trainer, which in turns is not on the devices yet."""
+        """Start the generator, and make the checks without a trainer. In turns the devices have no trainer yet."""
         later = self._compared | SPEED | self._turns | self._direct
         self._note_memory("before")
         self._generator = self._start("generator")
@@ -119,11 +119,11 @@ class EngineTest:
             self._do(self.trainer, "logprobs", names, self._compared | self._turns, **files)
 
     def _follows(self, names: set[str], order: str, needed_for: Collection[str] = ()) -> bool:
-        """Whether to do what finds `names` or is `needed_for` more, which needs that `order` was followed."""
+        """Return whether to make the checks `names`, or an order `needed_for` later checks, both after `order`."""
         return self._test.follows(self._name, names, order in self._done, needed_for)
 
     def _replace_trainer(self) -> None:
-        """Save a checkpoint, kill the trainer, start another one, and load the checkpoint."""
+        """Save a checkpoint, kill the trainer, start a second trainer, and load the checkpoint."""
         later = LONGEST | self._direct
         if not self._test.selects(RESTART):
             return
@@ -144,7 +144,7 @@ class EngineTest:
         shutil.rmtree(files["folder"], ignore_errors=True)
 
     def _load(self) -> None:
-        """Have the generator load what the trainer has published, while it samples."""
+        """Have the generator load the trainer's published weights while the generator samples."""
         later = self._compared - {"log-probs", "publish", "load"}
         if self._turns:
             facts = self._do(self.trainer, "offload", set(), self._turns | later | {"load"})
@@ -164,7 +164,7 @@ class EngineTest:
             self._do(self.trainer, "reload", set(), LONGEST)
 
     def _transfer(self) -> None:
-        """Have the trainer send its weights into the generator's engine, and sample with them."""
+        """Have the trainer send its weights into the generator's engine, and sample with the new weights."""
         if not (self._direct and self._test.selects(self._direct)):
             return
         folder, workers = self._path("sent"), self._config.generator.devices
@@ -180,7 +180,7 @@ class EngineTest:
             self._done.add("transfer")
 
     def _compare(self) -> None:
-        """Compare all that was sampled with the reference, which needs the memory of both engines."""
+        """Close both engines, and compare all samples with the reference, which needs the engines' memory."""
         names = self._compared & {"engine", "interruption", "kept cache"} | self._turns
         if not self._test.selects(names | self._direct) or not {"interrupt", "transfer"} & self._done:
             self._follows(names, "interrupt")
@@ -201,7 +201,11 @@ class EngineTest:
 
 
 def too_large(size: float, free: float) -> str:
-    """Why no checkpoint of so many bytes is written for a check on a disk with so many free; or ""."""
+    """Return why a check writes no checkpoint of `size` bytes on a disk with `free` bytes; "" if the check writes it.
+
+    >>> too_large(64e9, free=1e12)
+    'a checkpoint of this model has 64 GB, too many for a check'
+    """
     if size > CHECKPOINT_BYTES:
         return f"a checkpoint of this model has {size / 1e9:.0f} GB, too many for a check"
     return f"a checkpoint has {size / 1e9:.2g} GB, and the disk {free / 1e9:.2g}" if size > 0.9 * free else ""

@@ -1,6 +1,6 @@
-"""The checks that need a generator: its log-probs, interruptions with exact versions, sleep, its speed.
+"""The checks that need a generator: log-probs, interruptions with exact versions, sleep, speed.
 
-The reference runs when the engine is closed, since both may not fit into one device.
+The reference runs after the engine is closed, since a device may not have room for both.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation, TokenTable, joined
 
 SEQUENCES, TOKENS, LONGEST = 8, 64, 1024
-"""Sequences that are compared, and how many tokens of each; most tokens of one that is interrupted."""
+"""How many sequences are compared; the tokens of each sequence; the most tokens of an interrupted sequence."""
 AFTER = 32
-"""Tokens that an interrupted sequence goes on for under the new weights."""
+"""Tokens for which an interrupted sequence goes on under the new weights."""
 WARM_UP_SECONDS, SPEED_SECONDS = 2.0, 8.0
 GOING_ON = 0.9
-"""Share of the sequences of a full engine that have to go on after a load: there may be KV cache for fewer then."""
+"""Share of a full engine's sequences that go on after a load. Not all: the KV cache may have room for fewer."""
 
 
 class GenerationChecks:
-    """The generator of a self-test. config: of the run, with a folder as its model."""
+    """The generator of a self-test. config: the run's configuration, with a folder as its model."""
 
     _engine: GenerationEngine  # set by `start`
 
@@ -56,7 +56,7 @@ class GenerationChecks:
         self._asleep: list[asyncio.Task[Sampled]] = []
 
     async def start(self) -> list[Finding]:
-        """Start the engine as the run does. Until `keep`, its KV cache is recomputed: log-probs are of one version."""
+        """Start the engine as the run does. The KV cache is recomputed after a load, so log-probs are exact."""
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"interrupt": True})
         self._engine = await GenerationEngine.start(
@@ -78,14 +78,14 @@ class GenerationChecks:
         return []
 
     async def interrupt(self, published: str, file: str) -> list[Finding]:
-        """Interrupt sequences by loading the weights in the folder `published` as version 1."""
+        """Interrupt sequences: load the weights in the folder `published` as version 1."""
         sequences, times = await interrupt(self._engine, self._config, Path(published), 1)
         write(sequences, Path(file))
         measured, values = load_cost(times, size_of(Path(published)))
         return [Finding("load", "ok", f"{measured}, {times.sequences_interrupted} sequences", values=values)]
 
     async def keep(self, file: str) -> list[Finding]:
-        """As `interrupt`, from version 1 back to the model's weights as version 2, but the KV cache is kept."""
+        """Interrupt sequences of version 1: load the model's own weights as version 2, and keep the KV cache."""
         self._engine.keeps_cache = True
         sequences, _ = await interrupt(self._engine, self._config, Path(self._config.model), 2)
         self._engine.keeps_cache = False
@@ -93,14 +93,14 @@ class GenerationChecks:
         return []
 
     async def sleep(self, sequences: bool) -> dict[str, Any]:
-        """Have the engine leave the devices, if wanted in the middle of some sequences."""
+        """Have the engine leave the devices. sequences: whether the engine is sampling some sequences then."""
         self._asleep = await begin(self._engine, self._config, 4 * TOKENS) if sequences else []
         started = time.perf_counter()
         await self._engine.sleep()
         return {"seconds": time.perf_counter() - started, "sequences": sum(not task.done() for task in self._asleep)}
 
     async def wake(self, file: str) -> dict[str, Any]:
-        """Undo `sleep`, and finish the sequences, into a file."""
+        """Undo `sleep`, finish the sequences, and write them into a file."""
         started = time.perf_counter()
         await self._engine.wake()
         seconds = time.perf_counter() - started
@@ -108,7 +108,7 @@ class GenerationChecks:
         return {"seconds": seconds}
 
     async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
-        """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
+        """Make a call by which the trainer sends its weights as version 2. Returns a failure, or an empty list."""
         self._receiving = self._receiving or Receiving(self._engine)
         try:
             await self._receiving.follow(call, info)
@@ -117,7 +117,7 @@ class GenerationChecks:
         return []
 
     async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
-        """Tokens/s of a full engine, and a load while it is full. of_token: operations. peak_tflops: of one device."""
+        """Measure the tokens/s and a load of a full engine. of_token: operations a token. peak_tflops: of a device."""
         rate, load = await speed(self._engine, self._config)
         tflops = rate * of_token / 1e12 / self._config.generator.devices
         mfu = tflops / peak_tflops if peak_tflops else None
@@ -147,8 +147,8 @@ class GenerationChecks:
         slept: str | None = None,
         turns: dict[str, Any] | None = None,
     ) -> list[Finding]:
-        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept_file:
-        sequences of versions 1 and 2. slept: those that the engine slept in. turns: what `check_turns` takes."""
+        """Compare all log-probs with the reference under both versions. sampled, interrupted, slept, kept_file
+        (versions 1 and 2): files of sequences. scratch: an empty folder. turns: the facts for `check_turns`."""
         old, new = read(Path(sampled)), read(Path(interrupted))
         between = read(Path(slept)) if slept else []
         base, dtype = Path(self._config.model), self._config.generator.dtype
@@ -175,7 +175,7 @@ class GenerationChecks:
         return findings
 
     async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
-        """Compare log-probs of sequences sampled by received weights with the reference's. scratch: an empty folder."""
+        """Compare log-probs sampled by received weights with the reference. scratch: an empty folder."""
         assert self._receiving is not None
         sequences = read(Path(received))
         model = model_of(Path(self._config.model), Path(published), Path(scratch))
@@ -188,14 +188,14 @@ class GenerationChecks:
 
 
 async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
-    """Some whole sequences, by the weights that the engine has."""
+    """Sample some whole sequences with the engine's present weights."""
     return await asyncio.gather(*await begin(engine, config, TOKENS))
 
 
 async def interrupt(
     engine: GenerationEngine, config: Config, folder: Path, version: int
 ) -> tuple[list[Sampled], LoadTimes]:
-    """Sequences that went on from the version before to the weights in `folder`, `version`, and what the load took."""
+    """Sample sequences, and meanwhile load the weights in `folder` as `version`. Returns sequences and load times."""
 
     def enough(parts: Sequence[Generation]) -> bool:
         return sum(int((chunk.versions >= version).sum()) for chunk in parts) >= AFTER
@@ -211,8 +211,8 @@ async def begin(
     tokens: int,
     enough: Callable[[Sequence[Generation]], bool] = lambda parts: False,
 ) -> list[asyncio.Task[Sampled]]:
-    """Begin to sample some sequences, each of at most `tokens` tokens, until its chunks are `enough`. Returns once all
-    have tokens, or have ended."""
+    """Begin to sample sequences of at most `tokens` tokens each. A sequence ends early when its chunks are `enough`.
+    Returns the tasks once every sequence has a first token or has ended."""
     prompts, begun = _prompts(config), [asyncio.Event() for _ in range(SEQUENCES)]
 
     async def sample_one(number: int) -> Sampled:
@@ -235,7 +235,7 @@ async def begin(
 
 
 async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
-    """Tokens a second while as many sequences run as the engine takes, and a load then; None: it takes adapters."""
+    """Return the tokens/s of a full engine, and a load by the full engine. With adapters the load is None."""
     prompts = _prompts(config)
     count = config.generator.max_concurrent_rollouts
     arrived = [0] * count
@@ -252,14 +252,14 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
         await asyncio.wait(tasks, timeout=WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         started, tokens_at_start = time.perf_counter(), engine.stats().tokens_generated
         failed_tasks: set[asyncio.Task[None]] = set()
-        # A busy machine may take longer for the first.
+        # A busy machine may take longer for the first token.
         while not failed_tasks and engine.stats().tokens_generated == tokens_at_start:
             failed_tasks, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
         if not failed_tasks and not config.trainer.lora:
-            running = engine.stats().running  # others may wait for KV cache
+            running = engine.stats().running  # the rest may wait for KV cache
             least = max(1, int(GOING_ON * running))
-            await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all
+            await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all sequences yet
             times = await engine.load(Path(config.model), engine.version)
             seconds, failed_tasks = await _recovery(tasks, arrived, least)
             load = BusyLoad(times, seconds)
@@ -267,7 +267,7 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    for task in failed_tasks:  # it has failed: none ends by itself
+    for task in failed_tasks:  # no task ends by itself, so an ended task has failed
         task.result()
     return rate, load
 
@@ -275,7 +275,7 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
 async def _recovery(
     tasks: list[asyncio.Task[None]], arrived: list[int], least: int
 ) -> tuple[float, set[asyncio.Task[None]]]:
-    """Wait until so many sequences have more chunks than have `arrived` now. Returns the seconds, and ended tasks."""
+    """Wait until `least` sequences have more chunks than `arrived` counts now. Returns the seconds, and ended tasks."""
     started, chunks = time.perf_counter(), [*arrived]
     while sum(now > then for now, then in zip(arrived, chunks, strict=True)) < least:
         ended, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +287,7 @@ async def _recovery(
 def _continued(
     engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: float = math.inf
 ) -> aclosing[AsyncGenerator[Generation, None]]:
-    """A continuation of the prompt, of at most `tokens` tokens."""
+    """Return a stream that continues the prompt by at most `tokens` tokens."""
     limit = int(min(tokens, engine.max_model_len - len(prompt)))
     return aclosing(engine.generate("selftest", prompt.tolist(), config.sampling, max_new_tokens=limit))
 
@@ -298,7 +298,7 @@ def _joined(prompt: np.ndarray, parts: Sequence[Generation]) -> Sampled:
 
 
 def _prompts(config: Config) -> list[np.ndarray]:
-    """Random tokens, of several lengths."""
+    """Return prompts of several lengths, made of random tokens."""
     from areal.extensions.selftest.synthetic import sizes_of
 
     random, vocabulary = np.random.default_rng(0), sizes_of(config.model).vocab_size

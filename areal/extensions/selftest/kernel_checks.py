@@ -1,4 +1,4 @@
-"""What a training step computes with, each by itself, against float64 references in the shapes of the run's model."""
+"""The kernels of a training step, each alone, against float64 references in the shapes of the run's model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,24 +20,24 @@ from areal.training.model_checks import keeps_apart
 from areal.training.packed import FlatBatch, PackedRow, pack
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150
-"""Tokens of the samples of each group, and how many the samples of the first group have in common."""
+"""Tokens of the samples of each group, and the number of tokens shared by the samples of the first group."""
 SHORT_LENGTHS, SHORT_SHARED = ((40, 33, 30), (17,)), 20
 WINDOW = 100
-"""Of the check of the attention, if the model has one of its own, which is longer."""
+"""The window, in tokens, for the check of a model with sliding-window attention. The model's own window is longer."""
 TEMPERATURE = 0.8
 BEYOND = 1.2
-"""How many times more logits than exist at once the check of the head has, so that it takes several parts."""
+"""The logits in the check of the head, as a multiple of the most logits at once, so that the head works in parts."""
 
 
 def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The norm of all errors together, as a share of the norm of what is exact."""
+    """Return the norm of all errors together, divided by the norm of the exact tensors."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(tensors, exact, strict=True)]
     error = sum(float((tensor - reference).square().sum()) for tensor, reference in pairs)
     return (error / sum(float(reference.square().sum()) for _, reference in pairs)) ** 0.5
 
 
 def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
-    """The attention of training, forward and backward, on a row of several sequences, called with a model's layer."""
+    """Check the attention of training, forward and backward, on a row of several sequences, by a model's layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = choose_attention(dtype)
@@ -76,7 +76,7 @@ def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
 
 
 def check_head(sizes: Any, dtype: str, device: torch.device) -> Finding:
-    """The head in parts, on more logits than exist at once: log-probs and gradients of hidden states and weight."""
+    """Check the head in parts, on more logits than exist at once: log-probs and gradients of its inputs."""
     vocabulary, width = sizes.vocab_size, sizes.hidden_size
     count = int(BEYOND * head.AT_ONCE / vocabulary) + 1
     torch.manual_seed(0)
@@ -113,8 +113,8 @@ def check_head(sizes: Any, dtype: str, device: torch.device) -> Finding:
 
 
 def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> Finding:
-    """Log-probs and the gradients of all parameters of a model of few layers, packed and in the dtype of training,
-    against each sequence alone in float64."""
+    """Check log-probs and the gradients of all parameters of a model of few layers, packed and in the dtype of
+    training, against each sequence alone in float64."""
     dtype, kind = trainer.dtype, choose_attention(trainer.dtype)
     model = _few_layers(sizes, dtype, kind, device)
     exact_model = _few_layers(sizes, "float64", "eager", device)
@@ -134,7 +134,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
     trees = (True, False) if kind != FLASH and trainer.prefix_tree else (False,)
     apart = [tree for tree in trees if keeps_apart(forward, own_head.embeddings, vocabulary, device, prefix_tree=tree)]
     rows = [pack(flat, flat.trained(None), [n], device) for n in range(len(flat.lengths))]
-    if apart:  # else the trainer gives each sequence a row of its own
+    if apart:  # else the trainer packs a single sequence into each row
         row, flat = _row(vocabulary, SHORT_LENGTHS, SHORT_SHARED, device, prefix_tree=apart[0])
         rows = [row]
     weights = torch.randn(len(flat.tokens), generator=torch.Generator().manual_seed(0)).to(device)
@@ -163,7 +163,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
 
 
 def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
-    """The log-probs of all tokens, each sequence alone in float64. Parameters get their weighted sum's gradient."""
+    """Return the log-probs of all tokens, each sequence alone in float64, and give parameters their gradients."""
     exact = torch.zeros(len(flat.tokens), device=weights.device, dtype=torch.float64)
     start = 0
     for length in flat.lengths.tolist():
@@ -177,7 +177,7 @@ def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
 
 
 def _few_layers(sizes: Any, dtype: str, attention: str, device: torch.device) -> Any:
-    """The model with two layers of each kind and random weights, which are the same in every call."""
+    """Return the model with two layers of each kind. The random weights are equal in every call."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The check of the longest row that a run may train: its memory, compared with the plan, and its speed."""
+"""The check of the longest row of a run: the memory, compared with the plan, and the speed."""
 
 import math
 from typing import Any
@@ -15,20 +15,20 @@ from areal.training.step_metrics import StepResult
 from areal.training.training_engine import TrainingEngine
 
 PROMPT_TOKENS = 1024
-"""Tokens of the longest prompt, where the configuration does not limit them; as in `areal plan`."""
+"""Tokens of the longest prompt if the configuration has no limit, as in `areal plan`."""
 BEYOND_PLAN = 1.1
 """The largest memory of a step, as a multiple of the planned memory."""
 
 
 class LongestRow:
-    """The longest row of a run. config: of the run. sizes: of the model, as `sizes_of` returns them."""
+    """The longest row of a run. sizes: the model's sizes, from `sizes_of`."""
 
     def __init__(self, config: Config, sizes: Any) -> None:
         self._config, self._sizes = config, sizes
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence, its prompt included."""
+        """Tokens of the longest sequence, with its prompt."""
         config = self._config
         length = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.sampling.max_new_tokens
         limits = (config.generator.max_model_len, getattr(self._sizes, "max_position_embeddings", None))
@@ -41,7 +41,7 @@ class LongestRow:
     def train(self, engine: TrainingEngine, device: torch.device, resident_at_start: int) -> list[Finding]:
         """Train two steps on rows of the greatest length, on every rank. The second step gives tokens/s and MFU.
 
-        resident_at_start: bytes that this process had in memory before the engine started."""
+        resident_at_start: bytes of this process in memory before the engine started."""
         ranks = engine.world_size
         together = ranks // self._config.trainer.sequence_parallel
         longest, tokens = self.length, self.tokens
@@ -49,10 +49,10 @@ class LongestRow:
         lengths = [longest] * (tokens // longest) + [remainder] * (remainder > 1)
         groups = random_groups(self._sizes.vocab_size, [lengths] * together, version=1)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what a checkpoint has needed
+            torch.cuda.empty_cache()  # frees the memory of a checkpoint
             torch.cuda.reset_peak_memory_stats()
         took = 0.0
-        for _ in range(2):  # the first one compiles kernels
+        for _ in range(2):  # the first step compiles kernels
             growth = resident() - resident_at_start
             try:
                 with peak() as rise:

@@ -1,4 +1,4 @@
-"""How far a process's memory rises, and what of a GPU's is free."""
+"""The peak memory of a process, and the free memory of a GPU."""
 
 import resource
 import threading
@@ -10,18 +10,18 @@ from typing import Any
 
 LOOK_SECONDS = 0.005
 ASK_SECONDS, NEARLY = 0.2, 0.95
-"""How often a GPU is asked for its free memory, and which share of what is needed is enough."""
+"""Seconds between questions about a GPU's free memory, and the share of the needed memory that is enough."""
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the bytes of this process in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 @contextmanager
 def peak() -> Iterator[dict[str, float]]:
-    """Measures the highest rise of this process's memory, in bytes, and its CPU seconds, by a thread that looks."""
+    """Measure, by a thread that looks, the highest rise of this process's memory, in bytes, and its CPU seconds."""
     resident_at_start, highest, stop = resident(), 0, threading.Event()
 
     def look() -> None:
@@ -43,7 +43,7 @@ def peak() -> Iterator[dict[str, float]]:
 
 
 def free_memory(device: Any) -> float | None:
-    """Bytes of a torch device, a GPU, that no process has. None on a CPU, whose memory all processes share."""
+    """Return the bytes of a GPU that no process has; None on a CPU, since all processes share its memory."""
     if device.type != "cuda":
         return None
     import torch
@@ -52,14 +52,14 @@ def free_memory(device: Any) -> float | None:
 
 
 def reserved_memory(device: Any) -> float:
-    """Return the bytes of a GPU that torch has reserved for this process. On a CPU: 0."""
+    """Return the bytes of a GPU reserved by torch for this process; 0 on a CPU."""
     import torch
 
     return float(torch.cuda.memory_reserved()) if device.type == "cuda" else 0.0
 
 
 def wait_for(free: Callable[[], float | None], needed: float | None, seconds: float) -> float | None:
-    """Wait until nearly `needed` bytes (None: any) are free. Returns how long it took; None: over `seconds`."""
+    """Wait until nearly `needed` bytes are free (None: do not wait). Returns the seconds, or None after `seconds`."""
     started = time.monotonic()
     while needed is not None and (free() or 0.0) < NEARLY * needed:
         if time.monotonic() - started > seconds:

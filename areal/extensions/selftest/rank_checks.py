@@ -1,6 +1,6 @@
-"""The check of the ranks of a trainer: whether they reach each other, and how fast.
+"""The check of a trainer's ranks: whether the ranks reach each other, and how fast.
 
-`areal selftest` under torchrun does this alone, on one node or on several, whose ranks meet as those of a trainer do.
+`areal selftest` under torchrun makes no further check, on one node or several nodes. The ranks meet as in a run.
 """
 
 import os
@@ -14,17 +14,17 @@ from areal.base.network_interfaces import GLOO
 from areal.extensions.selftest.findings import Finding, judged
 
 ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""fp32 numbers that are summed over the ranks, by the type of device."""
+"""fp32 numbers to sum over the ranks, by the type of device."""
 TIMES = 3
 
 
 def check_ranks(device: torch.device) -> Finding:
-    """Sum numbers over all ranks, each on its device (all ranks)."""
+    """Sum numbers over all ranks, each on its device. All ranks call this function together."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     numbers = torch.empty(ELEMENTS[device.type], device=device)
     seconds = []
     right = True
-    for _ in range(TIMES):  # the first one makes connections
+    for _ in range(TIMES):  # the first sum makes connections
         numbers.fill_(float(rank + 1))
         dist.barrier()
         started = time.perf_counter()
@@ -52,7 +52,7 @@ def check_ranks(device: torch.device) -> Finding:
 
 
 def check_started_ranks() -> Finding:
-    """The check for a process that torchrun has started, which joins the others as a trainer's rank does."""
+    """Join the ranks started by torchrun as a trainer's rank does, and check them."""
     from areal.training.training_engine import join_ranks
 
     join_ranks()

@@ -1,4 +1,4 @@
-"""The reference for sampled sequences: transformers in fp32, with attention written out, one sequence at a time."""
+"""The reference for sampled sequences: transformers in fp32, with eager attention, a sequence at a time."""
 
 import os
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from areal.weights.folders import copy_model_files, write_weights
 from areal.weights.model_files import ADAPTER_FILE, model_files, write_index
 
 GPU_SHARE, HOST_SHARE = 0.8, 0.5
-"""The reference is on the GPU if it takes at most this share of what is free there, else so on the CPU."""
+"""The reference's largest share of the GPU's free memory, and, if the GPU has no room, of the host's memory."""
 
 
 def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
-    """Log-probs [n] of the sampled tokens of each sequence under the model in `folder`, in fp32. None: no room."""
+    """Return log-probs [n] of each sequence's sampled tokens under the model in `folder`, in fp32. None: no room."""
     import torch
 
     from areal.extensions.selftest.references import logprobs_alone
@@ -34,8 +34,8 @@ def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Confi
 
 
 def kept_logprobs(old: Path, new: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
-    """Log-probs of the tokens of version 2 of each sequence under the model in `new`, on the KV cache that the model in
-    `old` has made of the tokens before; fp32. None: no room."""
+    """Return log-probs of each sequence's tokens of version 2 under the model in `new`, in fp32. The KV cache of the
+    earlier tokens comes from the model in `old`. None: no room."""
     import torch
 
     ends = [len(s.prompt) + int((s.versions < 2).sum()) - 1 for s in sequences]  # the last token has no KV yet
@@ -58,7 +58,7 @@ def kept_logprobs(old: Path, new: Path, sequences: Sequence[Sampled], config: Co
 
 
 def _reference(folder: Path) -> Any:
-    """The model in `folder` in fp32, on the GPU or else on the CPU. None: there is no room."""
+    """Load the model in `folder` in fp32, on the GPU or else on the CPU. None: no room."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def _reference(folder: Path) -> Any:
 
 
 def _tokens(sequence: Sampled, device: Any) -> Any:
-    """Prompt and completion, int64 [T]."""
+    """Return prompt and completion, int64 [T]."""
     import torch
 
     return torch.from_numpy(np.concatenate([sequence.prompt, sequence.tokens])).long().to(device)

@@ -1,6 +1,6 @@
-"""What kernels are compared with: the same numbers without packing, parts or kernels.
+"""References for kernels: the same numbers without packing, parts or kernels.
 
-They have the precision of the arguments; in float64 their errors are nothing beside those of any training dtype.
+References have the precision of their arguments; float64 has far smaller errors than any training dtype.
 """
 
 import math
@@ -13,10 +13,10 @@ from areal.training.packed import PackedRow
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None = None) -> Tensor:
-    """Attention in which each token of `row` sees itself and its ancestors, by a dense mask.
+    """Return the attention of each token of `row` to itself and its ancestors, by a dense mask.
 
-    query: [1, heads, T, D], key and value: [1, kv heads, T, D]. window: how many of these tokens it sees, the nearest
-    ones; None: all. Returns [1, T, heads, D].
+    query: [1, heads, T, D], key and value: [1, kv heads, T, D]. window: the number of nearest ancestors seen, the token
+    included; None: all. Returns [1, T, heads, D].
     """
     seen = torch.zeros(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
     for path in row.paths.split(row.lengths):
@@ -29,6 +29,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window:
 
 
 def logprobs_alone(model: Any, tokens: Tensor, temperature: float) -> Tensor:
-    """log pi of every token but the first, [T - 1], from the sequence by itself. tokens: int64 [T]."""
+    """Return log pi of every token but the first, [T - 1], from the sequence alone. tokens: int64 [T]."""
     logps = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / temperature, -1)
     return logps.gather(1, tokens[1:, None])[:, 0]

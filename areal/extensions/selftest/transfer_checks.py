@@ -15,7 +15,7 @@ from areal.base import extensions
 from areal.generation.generation_engine import FINISH, GenerationEngine, LoadTimes
 
 VERSION = 2
-"""Of the weights that are sent. Version 1 was loaded from a folder."""
+"""The version of the sent weights. Version 1 was loaded from a folder."""
 HOST = "127.0.0.1"
 
 
@@ -31,7 +31,7 @@ class Sending:
         self._transfer.add_done_callback(lambda _: self._calls.put(None))
 
     def next_call(self) -> dict[str, Any]:
-        """The next `call` with its `info`, or, after the last one, the `bytes` sent. Raises whatever sending raises."""
+        """Return the next `call` with its `info`, or the `bytes` sent. Raises the errors of the transfer."""
         if (call := self._calls.get()) is not None:
             return call
         size = self._transfer.result()
@@ -39,7 +39,7 @@ class Sending:
         return {"bytes": size}
 
     def acknowledge(self) -> None:
-        """The engine has done the last call."""
+        """Note that the engine has made the last call."""
         self._acknowledgements.put(None)
 
     def _call(self, call: str, info: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Receiving:
         self._received = asyncio.create_task(engine.receive(VERSION, self._calls()))
 
     async def follow(self, call: str, info: dict[str, Any]) -> None:
-        """Do a call of the trainer's. Raises whatever the engine raises."""
+        """Make a call for the trainer. Raises the engine's errors."""
         self._orders.put_nowait((call, info))
         acknowledgement = asyncio.create_task(self._acknowledgements.get())
         await asyncio.wait([acknowledgement, self._received], return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +65,7 @@ class Receiving:
             self._received.result()
 
     async def times(self) -> LoadTimes:
-        """What it took, after the last call."""
+        """Return the times of the transfer, after the last call."""
         return await self._received
 
     async def _calls(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:

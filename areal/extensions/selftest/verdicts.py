@@ -1,4 +1,4 @@
-"""Verdicts on what a generator has sampled and how long it took: log-probs, versions, loads, turns."""
+"""Verdicts on a generator's samples and times: log-probs, versions, loads, turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from areal.generation.generation_engine import LoadTimes
 from areal.training.guard import GAP
 
 APART = 4
-"""How many times the tolerance lies between log-probs of the same tokens under both versions, at least."""
+"""The least distance between log-probs of the same tokens under both versions, as a multiple of the tolerance."""
 EDGE = 2
-"""How many times the tolerance the few tokens beside an interruption may be off in the mean."""
+"""The largest mean error of the few tokens beside an interruption, as a multiple of the tolerance."""
 RECOVERY_SECONDS = 60.0
-"""Time in which the sequences of a full engine go on after a load."""
+"""Seconds in which the sequences of a full engine have to go on after a load."""
 RESIDUE, RESIDUE_BYTES = 0.25, 4 * GIB
-"""What an engine or a trainer may keep of a GPU while the other one has the turn: this share of what it had, or so
-much. Contexts, kernels and graphs stay."""
+"""The GPU memory that an engine or a trainer may keep while the other engine has the turn: a share of its memory, or a
+number of bytes. Contexts, kernels and graphs stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusyLoad:
-    """A load while the engine was full: what it took; seconds until the sequences that ran had the next tokens."""
+    """A load by a full engine: the load's times, and the seconds until the running sequences had new tokens."""
 
     times: LoadTimes
     recovery_seconds: float
 
 
 def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
-    """Whether the sequences of a full engine went on after a load. size: bytes of the weights."""
+    """Check that the sequences of a full engine go on after a load. size: bytes of the weights."""
     if load is None:
         return Finding("busy load", "skipped", "an engine with adapters cannot load the model's own weights")
     measured, values = load_cost(load.times, size)
@@ -51,8 +51,8 @@ def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
 def check_kept(
     sequences: Sequence[Sampled], exact: Sequence[np.ndarray], recomputed: Sequence[np.ndarray], dtype: str
 ) -> Finding:
-    """Whether the tokens of version 2 have the log-probs that they have on the KV cache of version 1, `exact`, and not
-    those on a cache of their own version, `recomputed`, of all tokens."""
+    """Check that tokens of version 2 have the log-probs under the KV cache of version 1. exact: log-probs under the
+    kept cache, of tokens of version 2. recomputed: log-probs under a cache of version 2, of all tokens."""
     limit = LAYERS * GAP[dtype]
     new = [s.versions == 2 for s in sequences]
     crossing = [n for n, s in enumerate(sequences) if set(s.versions.tolist()) == {1, 2}]
@@ -75,10 +75,10 @@ def check_kept(
 
 
 def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding:
-    """Whether trainer and generator leave each other the devices. gap: of log-probs around a sleep; None: not compared.
+    """Check that trainer and generator leave each other the devices. gap: of log-probs around a sleep, or None.
 
-    facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started,
-    while it was `running` and `asleep`, and in `offloaded` what the trainer had before and after."""
+    facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started, of
+    the engine `running` and `asleep`; `offloaded`: the trainer's bytes before and after."""
     limit = LAYERS * GAP[dtype]
     at_first, running, asleep = ((facts.get(name) or {}).get("bytes") for name in ("before", "running", "asleep"))
     had, has = facts.get("offloaded") or (0.0, 0.0)
@@ -112,7 +112,7 @@ def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding
 
 
 def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on weights that were never exchanged."""
+    """Check the log-probs against the reference, `exact`, on weights that were never exchanged."""
     gap, limit = gap_of(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "engine",
@@ -127,7 +127,7 @@ def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtyp
 def check_received(
     sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, measured: str, values: dict[str, Any]
 ) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on the weights sent. measured, values: what that took."""
+    """Check the log-probs against the reference, `exact`, on the sent weights. measured, values: the cost."""
     gap, limit = gap_of(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "transport",
@@ -143,17 +143,17 @@ def check_received(
 def check_versions(
     sequences: Sequence[Sampled], old: Sequence[np.ndarray], new: Sequence[np.ndarray], dtype: str
 ) -> Finding:
-    """Whether each token of sequences that were interrupted has the log-prob of the version that it names.
+    """Check that each token of interrupted sequences has the log-prob of the token's version.
 
-    old, new: of all tokens under versions 0 and 1. Tokens beside the interruption are also judged by themselves, since
-    a version that changes one token too early or too late is wrong for a single token of each sequence.
+    old, new: log-probs of all tokens under versions 0 and 1. Tokens beside the interruption are also judged alone,
+    since a version that changes a token too early or too late is wrong for only one token of each sequence.
     """
     limit = LAYERS * GAP[dtype]
     named = np.concatenate([s.versions for s in sequences])
     logprobs, under = np.concatenate([s.logprobs for s in sequences]), (np.concatenate(old), np.concatenate(new))
     ends = np.cumsum([len(s.versions) for s in sequences])
     changes = np.flatnonzero(np.diff(named) == 1) + 1
-    changes = np.setdiff1d(changes, ends)  # at an end, the next sequence begins
+    changes = np.setdiff1d(changes, ends)  # a new sequence begins at each end
     beside = np.concatenate([changes - 1, changes])
     right = np.where(named == 1, under[1], under[0])
     gap = {version: mean(np.abs(logprobs - right)[named == version]) for version in (0, 1)}
@@ -190,12 +190,12 @@ def check_versions(
 
 
 def gap_of(sequences: Sequence[Sampled], exact: Sequence[np.ndarray]) -> float:
-    """Mean difference of log-probs, in nats."""
+    """Return the mean difference of log-probs, in nats."""
     return float(np.abs(np.concatenate([s.logprobs - e for s, e in zip(sequences, exact, strict=True)])).mean())
 
 
 def load_cost(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
-    """What loading `size` bytes took, as text and as values."""
+    """Return the cost of loading `size` bytes, as text and as values."""
     seconds = times.load_seconds
     rate, pause = size / 1e9 / seconds, times.pause_seconds
     measured = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
