@@ -1,4 +1,4 @@
-"""What a run has done, in words, and the numbers that stand first on its page."""
+"""The account of a run in sentences, and the headline numbers of its page."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from areal.data import addition
 from areal.storage.record import Record, number_or_nan
 
 HELD_OUT = "held-out accuracy"
-# Why sessions of users are not trained.
+# Reasons why sessions of users are not trained.
 FATES = "expired", "deleted", "opted out", "failed", "unused"
 
 
 def account(run: Record) -> str:
-    """What the run has done, in sentences: what it trained, from where to where, how stale, and what was lost."""
+    """Tell in sentences how the run's reward changed, how stale its groups were, and how many tokens were lost."""
     summary, rewards = run.ending or {}, run.series("reward_mean")
     if not rewards:
         return ""
@@ -39,7 +39,7 @@ def account(run: Record) -> str:
 
 
 def interruptions(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What was started again, and how often the run went back, in sentences."""
+    """Yield sentences on restarted processes and on returns to a checkpoint."""
     if restarts := summary.get("restarts"):
         times = ", ".join(f"{role} {number:,}" for role, number in restarts.items())
         yield f"Processes were started again after a stop or a failure, or when the run was resumed: {times}."
@@ -48,7 +48,7 @@ def interruptions(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def sessions_of_users(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What became of the sessions of users, in a sentence."""
+    """Yield a sentence on the fates of the users' sessions."""
     sessions = summary.get("sessions") or {}
     if sessions.get("opened"):
         discarded = summary.get("groups_discarded") or {}
@@ -58,8 +58,8 @@ def sessions_of_users(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def headlines(run: Record) -> list[tuple[str, str]]:
-    """The numbers at the top of the page, as (name, value): first the held-out accuracy, from the first evaluation to
-    the newest, with two standard errors of the newest. What is not known is left out."""
+    """Return the numbers at the top of the page, as (name, value). The held-out accuracy comes first, from the first
+    evaluation to the newest, with two standard errors of the newest. Unknown numbers are left out."""
     scores: dict[str, list[dict[str, Any]]] = {}
     for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
         for name, scored in {HELD_OUT: evaluation, **(evaluation.get("benchmarks") or {})}.items():
@@ -84,12 +84,12 @@ def _from_to(scores: Sequence[Mapping[str, Any]]) -> str:
 
 
 def notation(run: Record) -> str:
-    """How the texts of the quickstart's sums are read; empty of another run."""
+    """Explain how the quickstart's sums are written. Empty for any other run."""
     return addition.WORKING_IN_WORDS if (run.settings.get("data") or {}).get("source") == "addition" else ""
 
 
 def fork_lines(runs: Iterable[Record]) -> list[str]:
-    """Forks among these runs as a tree: a line for each run, below the one that it goes on from. Empty without any."""
+    """Return the forks among these runs as a tree: a line for each run, below its parent. Empty without forks."""
     tree: dict[tuple[tuple[int, str], ...], str] = {}
     for run in runs:
         identity = run.records[-1].get("run", run.name) if run.records else run.name

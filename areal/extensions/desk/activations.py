@@ -1,8 +1,8 @@
-"""The memory that a model's layers take in training, counted in the model's own code.
+"""The memory of a model's layers in training, counted in the model's own code.
 
-A model of few layers, in its real width, makes one forward and backward pass with tensors that have shapes but no data
-(PyTorch's FakeTensorMode). So the count takes seconds, whatever the size of the model, and holds for any architecture.
-The rest follows: memory is linear in the number of tokens, and from one layer to the next.
+A model of few layers, in its real width, makes a forward and a backward pass with tensors that have shapes but no data
+(PyTorch's FakeTensorMode). So the count takes seconds for a model of any size, and holds for any architecture. Memory
+grows linearly with the number of tokens and with the number of layers, so the rest is extrapolated.
 """
 
 import copy
@@ -27,15 +27,15 @@ TOKENS = 1021
 
 
 class Activations(NamedTuple):
-    """Bytes per token. `saved`: what the layers keep from the forward pass for the backward pass. `peak`: the most that
-    exists at once during the layers' backward pass, which includes `saved`. Gradients of parameters do not count."""
+    """Bytes per token. `saved`: kept by the layers from the forward pass for the backward pass. `peak`: the most at any
+    time in the layers' backward pass, with `saved`. Gradients of parameters do not count."""
 
     saved: float
     peak: float
 
 
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
-    """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
+    """Measure the activations of a rank's layers, without the output layer. sizes: the model's transformers config."""
     small, large, scale = of_layers(sizes, 2), of_layers(sizes, 4), 1
     if trainer.dtype == "float32" and any(experts_of(sizes)):  # without data torch multiplies experts in bf16 alone
         trainer, scale = trainer.model_copy(update={"dtype": "bfloat16"}), 2
@@ -46,7 +46,7 @@ def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bo
 
 
 def of_layers(sizes: Any, per_kind: int) -> Any:
-    """The config `sizes` with only so many layers of each kind, in the order of the model."""
+    """Return the config `sizes` with `per_kind` layers of each kind, in the model's order."""
     sizes = copy.deepcopy(sizes)
     kinds = getattr(sizes, "layer_types", None) or [""]
     period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
@@ -70,7 +70,7 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
             model = extensions.need("lora", "add", "trainer.lora").load()(model, trainer.lora)
     for part in model.modules():
         if isinstance(getattr(part, "rope_type", None), str):
-            part.rope_type = "default"  # others choose frequencies by the positions, which have no data here
+            part.rope_type = "default"  # further types choose frequencies by positions, and positions have no data here
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         row = empty_row(torch.device("cpu"), TOKENS)
@@ -84,8 +84,8 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
 
 
 class _Count(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make: those that exist `now`, and their `peak`. Gradients of
-    parameters do not count: those of a layer's experts may be larger than all else, whatever the number of tokens."""
+    """Counts the bytes of living tensors made by operations (`now`), and their `peak`. Gradients of parameters do not
+    count: gradients of experts may be larger than all activations, for any number of tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Audits a finished run by its record alone: journal, rollouts, checkpoints, and the stamp of the last weights.
 
-Each check holds, fails, or is not shown, where the record does not have what it takes. Who can write all parts of a
-record can write one that fits together: an audit shows that the parts agree and that the training gives these weights.
+Each check holds, fails, or is not shown, if the record lacks the data. Whoever can write all parts of a record can
+forge a record that fits together: an audit shows that the parts agree and that the training gives these weights.
 """
 
 import json
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 Result = Literal["holds", "fails", "not shown"]
 GAPS = 20.0
-"""A sample's tokens are of another version if their mean gap is so many times the largest mean gap that the run has
-measured between engine and trainer, and more than LEAST_GAP (nats)."""
+"""A sample's tokens are of a different version if their mean gap exceeds LEAST_GAP (nats) and exceeds GAPS times the
+largest mean gap between engine and trainer in the run's metrics."""
 LEAST_GAP = 1e-5
 NAMED = 5
-"""So many faults of a check are named."""
+"""The most faults named for a check."""
 TOLERANCE = 1e-6
 _JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS = (
     "the journal is whole and each event follows from those before",
@@ -65,14 +65,14 @@ _JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS = (
     "texts are those of the tokens",
 )
 _OF_RANKS = "AREAL_AUDIT_REPORT"
-"""The environment variable of ranks: the file to which the first writes the report. Its name is random."""
+"""Environment variable of ranks: the file, of a random name, for the report of rank 0."""
 _VERSIONS, _WEIGHTS = "each token is of the version that it names", "the record gives these weights"
 CHECKS = (_JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS, _VERSIONS, _WEIGHTS)
 
 
 @dataclass
 class AuditFinding:
-    """What was found for a check. about: what was compared. faults: where it fails."""
+    """The result of a check. about: the compared data. faults: the places that fail. unknown: the missing data."""
 
     check: str
     about: str = ""
@@ -86,9 +86,9 @@ class AuditFinding:
 
 @dataclass
 class JournalFacts:
-    """What the journal says. ledger: its state at the end. logged: the groups of each step's batch, and rewards: the
-    mean reward of each group, both since the last snapshot. discarded: the prompts that it says were discarded.
-    metrics: of the last step."""
+    """The facts of the journal. ledger: the ledger's state at the end. logged: the groups of each step's batch, and
+    rewards: the mean reward of each group, both since the last snapshot. discarded: prompts of discarded groups.
+    metrics: the record of the last step."""
 
     run: str
     ledger: LedgerState
@@ -104,7 +104,7 @@ def run(options: Namespace) -> int:
     console = terminal(160)
     audit = Audit(options.run, options.full)
     announce_code(options.run, audit.config.model_dump(mode="json"), options.trust)
-    if file := os.environ.get(_OF_RANKS):  # this is a rank
+    if file := os.environ.get(_OF_RANKS):  # this process is a rank
         report = audit.report()
         if os.environ["RANK"] == "0":
             replace(Path(file), json.dumps(report))
@@ -118,7 +118,7 @@ def run(options: Namespace) -> int:
 
 
 def _report_of_ranks(ranks: int) -> dict[str, Any]:
-    """The report of this command by so many ranks: the trainer's, since another number of ranks rounds otherwise."""
+    """Run this command by `ranks` ranks, since the trainer's rounding depends on their number. Returns the report."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         process = subprocess.run(
@@ -131,8 +131,8 @@ def _report_of_ranks(ranks: int) -> dict[str, Any]:
 
 
 class Audit:
-    """The audit of the run in `folder`, which of a fork begins with its checkpoint. full: all steps are trained again,
-    not only those of one interval between checkpoints that is drawn. Raises UserError if there is no finished run."""
+    """The audit of the run in `folder`. The audit of a fork begins with the fork's checkpoint. full: train all steps
+    again, else the steps between two checkpoints, drawn at random. Raises UserError if there is no finished run."""
 
     def __init__(self, folder: Path, full: bool = False) -> None:
         self.record, self.full = Record(folder), full
@@ -142,21 +142,21 @@ class Audit:
         self.first, records = self.record.first_version, self.record.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
-        # The first step whose metrics are to be there.
+        # The first step that must have metrics.
         self.oldest = min(self.records) if self.config.observe.metrics_mib and self.records else self.first + 1
         self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
     def report(self) -> dict[str, Any]:
-        """Make all checks. Returns what the JSON file has."""
+        """Make all checks. Returns the content of the JSON file."""
         began = time.time()
         journal = self._check_journal()
         try:
             self._check_groups(journal)
             self._check_texts()
             self._check_training(journal.run if journal else "")
-        except UserError as error:  # a file that cannot be read
+        except UserError as error:  # a file cannot be read
             self.findings[_WEIGHTS].faults.append(str(error).splitlines()[0])
         findings = self.findings.values()
         return {
@@ -247,7 +247,7 @@ class Audit:
             once.faults.append(f"the batch of step {step} is not the one in the journal")
 
     def _account(self, trained: Mapping[int, int], journal: JournalFacts, once: AuditFinding) -> None:
-        """Each prompt that was admitted is trained, discarded or open."""
+        """Check that each admitted prompt is trained, discarded or open."""
         waiting = set(journal.ledger.open_prompts())
         places = (*self.earlier, *self.records.values(), self.summary)
         before = {prompt for record in self.earlier for prompt in record["prompts"]}
@@ -255,7 +255,7 @@ class Audit:
         accounted = trained.keys() | before | waiting | journal.discarded | discarded
         admitted = set(range(-journal.ledger.prompts.next_session, journal.ledger.prompts.next_prompt))
         if missing := sorted(admitted - accounted):
-            cut = self.oldest > self.first + 1  # with what was discarded in its steps
+            cut = self.oldest > self.first + 1  # the removed records also named discarded prompts
             (once.unknown if cut else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
         if strange := sorted(set(trained) - admitted):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
@@ -264,7 +264,7 @@ class Audit:
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
         first = self.changes[0]["before"] if self.changes else self.config.max_staleness
-        # The largest that held when a group may have been admitted.
+        # The largest bound since the group may have been admitted.
         limit = max([first, *(change["now"] for change in self.changes if change["step"] <= step)])
         ages = [step - 1 - group.start_version for group in batch]
         newest = max(int(sample.versions.max()) for group in batch for sample in group.trajectories)
@@ -313,7 +313,7 @@ class Audit:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
         tokens = 0
-        # All ranks draw the same steps.
+        # A fixed seed makes all ranks draw the same steps.
         drawn = random.Random(os.environ.get(_OF_RANKS)).sample(possible, len(possible))
         for first, last in possible if self.full else drawn:
             (variant,) = plan(self.record, [], steps=f"{first}:{last}")
@@ -326,7 +326,7 @@ class Audit:
             elif summary["same_weights"] is None:
                 weights.unknown.append(f"the weights after step {last} are not in the record")
             if tokens and not self.full:
-                break  # else no token of a later batch is of the versions that these few steps pass
+                break  # else these few steps pass no version of any token in a later batch
         steps = sum(last - first for first, last in self.replayed)
         how = "trained again" if self.full else "drawn and trained again; --full trains all"
         weights.about = f"{steps} of {len(self.records)} steps {how}" if steps else ""
@@ -337,8 +337,8 @@ class Audit:
             versions.unknown.append("no trained token is of a version that these steps pass")
 
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
-        """The steps from a checkpoint to weights that can be compared, as far as their rollouts are there: all that
-        there are with --full, else those from the last checkpoint before such weights."""
+        """Yield the steps between a checkpoint and later comparable weights, if their rollouts are there. With --full
+        the intervals cover all steps, else each interval begins at the last checkpoint before its weights."""
         versions = sorted({*self.record.versions, max(self.records, default=0)})
         ends = [version for version in versions[1:] if keeps_weights(self.record, version)]
         starts = versions[:1] + ends if self.full else [max(v for v in versions if v < end) for end in ends]
@@ -355,7 +355,7 @@ class Audit:
         return max(LEAST_GAP, GAPS * max(gaps, default=0.0))
 
     def _since(self, variant: Replay) -> str:
-        """From which step on the replay's loss is not the run's, for the end of a sentence."""
+        """Return the end of a sentence: the first step at which the losses of the replay and the run differ."""
         for record in Record(variant.folder).records:
             loss = self.records.get(record["step"], {}).get("loss")
             if loss is not None and not math.isclose(loss, record["loss"], rel_tol=TOLERANCE, abs_tol=1e-9):
@@ -364,17 +364,17 @@ class Audit:
 
 
 class _TokenVersions:
-    """Compares the log-probs of sampled tokens with those by the weights of the version that they name, which the
-    replay of `variant` passes. limit: of the mean difference in a sample, nats. `tokens`: how many were compared."""
+    """Compares the log-probs of sampled tokens with the log-probs under the weights of each token's version, which the
+    replay of `variant` passes. limit: on the mean difference in a sample, nats. `tokens`: tokens compared so far."""
 
     def __init__(self, variant: Replay, limit: float, finding: AuditFinding) -> None:
         self._limit, self._finding = limit, finding
-        self._coming = variant.run.rollouts.batches(variant.first + 1)  # also after its last
+        self._coming = variant.run.rollouts.batches(variant.first + 1)  # later batches too
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 
     def check(self, engine: "TrainingEngine", config: Config, step: int) -> None:
-        """engine: before `step`, with the weights of the version `step` - 1."""
+        """Compare before a step. engine: has the weights of version `step` - 1."""
         version, oldest = step - 1, config.max_staleness
         self._window = [(at, batch) for at, batch in self._window if at >= step]
         while not self._window or self._window[-1][0] <= version + oldest:

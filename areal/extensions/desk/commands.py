@@ -1,4 +1,4 @@
-"""The tools that read runs: report, compare, rollouts, replay, audit; and those that plan and prepare runs."""
+"""The commands of the desk: tools that read runs, and tools that plan and prepare runs."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Runs side by side: the settings in which they differ, and their figures, as means over seeds.
+"""Runs side by side: their different settings, and their figures, as means over seeds.
 
-`areal compare RUN RUN ...` prints them, and the page of several runs shows them. Of a run that goes on, they
-are the figures so far.
+`areal compare RUN RUN ...` prints both, and the page of several runs shows both. Unfinished runs have the figures so
+far.
 """
 
 import json
@@ -21,13 +21,13 @@ from areal.extensions.alerts.alerts import Curve
 from areal.extensions.desk.account import fork_lines
 from areal.storage.record import Record, number_or_nan
 
-# Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
+# Keys for the place and the name of a run, and the seed: figures are averaged over seeds.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
 LAST_STEPS = 10
 
 
 class Figure(NamedTuple):
-    """A figure of each run (nan where it is unknown), and the format of its values."""
+    """A figure of each run (nan: unknown), and the format of its values."""
 
     name: str
     form: str
@@ -46,10 +46,10 @@ def compare(options: Namespace) -> None:
 
 
 def table_of(runs: Sequence[Record]) -> Table:
-    """A table of these runs: the settings in which they differ, then their figures.
+    """Return a table of the runs: first the settings in which they differ, then the figures.
 
-    Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Those
-    that repeat settings and seed have a column each, and a line below says so.
+    Runs that differ only in their seed share a column, with the mean of each figure and its interval (`means`). Runs
+    with equal settings and seed have a column each, named by the caption.
     """
     settings = [run.settings for run in runs]
     keys = differing_settings(settings)
@@ -76,21 +76,21 @@ def value_of(settings: Mapping[str, Any], key: str, missing: Any = None) -> Any:
 
 
 def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[str] = LEFT_OUT) -> list[str]:
-    """The keys in which these configurations differ, without those in `left_out`."""
+    """Return the keys in which the configurations differ, without the keys in `left_out`."""
     keys = dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config))
     return [key for key in keys if not is_under(key, left_out)]
 
 
 def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
-    """By the values of `keys`, as JSON, or – for one that is missing: the numbers of the configurations that have them.
+    """Group the places of configurations by the values of `keys`: JSON texts, or – for a missing key.
 
-    The seeds of a group differ. A run that repeats the seed of another one is no further sample, so it is in a group of
-    its own, with the number of the repetition behind the values.
+    The seeds within a group differ. A run with the seed of an earlier run is no further sample, so it is in a further
+    group, and the number of the repetition follows the values.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     earlier: Counter[tuple[str, ...]] = Counter()
     for n, config in enumerate(settings):
-        # A section with names, such as scorers, has other keys in each run.
+        # A section with names, such as scorers, has different keys in each run.
         texts = tuple("–" if (value := value_of(config, key, "–")) == "–" else json.dumps(value) for key in keys)
         seeded = (*texts, json.dumps(config.get("seed")))
         groups.setdefault((*texts, f"{earlier[seeded]}"), []).append(n)
@@ -99,11 +99,14 @@ def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict
 
 
 def means(cells: Iterable[Sequence[float]]) -> list[tuple[float, float]]:
-    """Of the values of each cell, such as runs that differ in their seed alone: the mean and its standard error. The
-    interval of two standard errors to either side is about 95 %.
+    """Return the mean of each cell's values, and its standard error. The values of a cell come from runs that differ
+    only in their seed. Two standard errors to either side make an interval of about 95 %.
 
-    The standard deviation is pooled over all cells, since a few seeds tell little about that of one. nan: of no values,
-    and the error if no cell has two values. Values that are nan do not count.
+    The standard deviation is pooled over all cells, since a cell has few seeds. nan values do not count. The mean of no
+    values is nan; the error is nan if no cell has two values.
+
+    >>> means([[1.0, 3.0], [5.0]])
+    [(2.0, 1.0), (5.0, 1.4142135623730951)]
     """
     finite = [[value for value in cell if not math.isnan(value)] for cell in cells]
     freedom = sum(len(cell) - 1 for cell in finite if cell)
@@ -117,10 +120,10 @@ def mean_text(mean: float, error: float, form: str) -> str:
 
 
 def end_figures(runs: Sequence[Record]) -> list[Figure]:
-    """The figures of these runs. Those that no run has are left out."""
+    """Return the figures of the runs. A figure that is unknown in all runs is left out."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.get("benchmarks") or ())
     rewards = {"reward": "reward_mean"}
-    if any(run.filters for run in runs):  # the trained groups are not all groups
+    if any(run.filters for run in runs):  # trained groups are only some of all groups
         rewards = {"reward of trained groups": "reward_mean", "reward of all groups": "reward_mean_all"}
     kinds: list[tuple[str, str, Callable[[Record], float]]] = [
         ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
@@ -152,7 +155,7 @@ def end_figures(runs: Sequence[Record]) -> list[Figure]:
 
 
 def staleness_of(run: Record) -> float:
-    """The mean over the steps, without the first, in which generation has just begun."""
+    """Return the mean over the steps but the first, in which generation has only begun."""
     return _mean([number_or_nan(record.get("staleness_mean")) for record in run.steady])
 
 
@@ -161,8 +164,8 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _to_reward(runs: Sequence[Record]) -> list[Figure]:
-    """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps. Of runs
-    that filter, the reward of all groups: that of the trained ones hardly changes."""
+    """Return the steps and the seconds of each run to the highest reward reached by all runs, as a mean of RECENT
+    steps. Runs with filters compare the reward of all groups: the reward of trained groups hardly changes."""
     keys = ["reward_mean_all" if run.filters else "reward_mean" for run in runs]
     curves = [Curve(run.steps, run.series(key)).means for run, key in zip(runs, keys, strict=True)]
     if any(np.isnan(curve).all() for curve in curves):
@@ -177,8 +180,8 @@ def _to_reward(runs: Sequence[Record]) -> list[Figure]:
 
 
 def _at_tokens(runs: Sequence[Record]) -> list[Figure]:
-    """The held-out accuracy of each run when it had generated as many tokens as the run that has generated fewest.
-    Between two evaluations it is taken to rise evenly."""
+    """Return each run's held-out accuracy after as many generated tokens as the run with the fewest tokens generated.
+    Between two evaluations the accuracy is interpolated."""
     curves = []
     for run in runs:
         tokens = dict(zip(run.steps, np.nancumsum(run.series("tokens_generated")), strict=True)) | {0: 0.0}
@@ -198,7 +201,7 @@ def _tokens_per_signal(run: Record) -> float:
 
 
 def _accuracy(run: Record, key: str, place: int) -> float:
-    """Of the summary or, while there is none, of the first or the newest evaluation."""
+    """Return the accuracy in the summary, or, before the end, of the first or the newest evaluation."""
     accuracies = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
     return number_or_nan(run.summary.get(key, accuracies[place] if accuracies else None))
 
@@ -209,7 +212,7 @@ def _benchmark(run: Record, name: str) -> float:
 
 
 def _idle(run: Record) -> float:
-    """The share of time that the trainer waited, as in summary.json."""
+    """Return the share of time for which the trainer waited, as in summary.json."""
     seconds = sum(record.get("step_seconds") or 0.0 for record in run.steady)
     waits = ("trainer_wait_seconds", "publish_wait_seconds")
     return sum(record.get(wait) or 0.0 for record in run.steady for wait in waits) / seconds if seconds else math.nan

@@ -1,8 +1,8 @@
-"""Writes the rollouts of a run as a data set that TRL and other libraries train on; or its model, for the hub.
+"""Writes the rollouts of a run as a data set for TRL and other libraries; or the run's model, for the hub.
 
-`sft`: rows of `prompt` and `completion`. `preference`: `prompt`, `chosen` and `rejected`. They are texts or, if the run
-sampled one answer to chat messages, lists of messages. The rollouts are read, and the rows written, some at a time.
-`model` is made by areal.extensions.desk.model_folder.
+`sft`: rows of `prompt` and `completion`. `preference`: `prompt`, `chosen` and `rejected`. The values are texts, or, if
+the run sampled a single answer to chat messages, lists of messages. Rollouts are read and rows are written in parts.
+`model`: areal.extensions.desk.model_folder writes the model.
 """
 
 import json
@@ -38,13 +38,13 @@ ROWS_AT_ONCE = 1024
 DATA_FILE = "data/train-00000-of-00001.parquet"
 CARD = str(Path(__file__).with_name("data_set_card.jinja"))
 ChatPrompt = tuple[list[dict[str, str]], str]
-_CONTENT = "content-sampled-6f1d8a"  # text that no template changes
+_CONTENT = "content-sampled-6f1d8a"  # no template changes this text
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
 
 @dataclass
 class Export:
-    """What was written: the numbers of rows, groups and samples read; the number of samples left out, by cause."""
+    """The numbers of written rows, of read groups and samples, and of samples left out, by cause."""
 
     rows: int = 0
     groups: int = 0
@@ -57,8 +57,8 @@ class Export:
 
 
 def export(options: Namespace) -> None:
-    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card; or its
-    model to such a folder."""
+    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card; or write
+    the run's model to such a folder."""
     run, output, kind, best = options.folder, options.output, options.format, not options.all
     if output.exists():
         raise UserError(f"{output} already exists: name another file or folder to write.")
@@ -102,7 +102,7 @@ def export(options: Namespace) -> None:
 
 
 class Texts:
-    """The texts of tokens, without the special tokens at the beginning and at the end that tokenizers and trainers add.
+    """The texts of tokens, without the special tokens added by tokenizers and trainers at the beginning and at the end.
     chat: prompts and answers are lists of messages."""
 
     def __init__(self, tokenizer: Any, config: Config) -> None:
@@ -114,22 +114,22 @@ class Texts:
         self._chat_prompt = lru_cache(maxsize=16)(self._find)
 
     def prompt(self, row: dict[str, Any], start: int) -> Any:
-        """What comes before token `start`. None: it is not what the chat template makes of the row's messages."""
+        """Return the prompt before token `start`, or None if the chat template makes a different prompt of the row."""
         if self.chat:
             return (self.chat_prompt(row) or (None,))[0]
         tokens, first = row["tokens"][:start].tolist(), self._first
         return self._tokenizer.decode(tokens[len(first) :] if tokens[: len(first)] == first else tokens)
 
     def answer(self, row: dict[str, Any], start: int, end: int) -> Any:
-        """The tokens from `start` to `end`, which were sampled."""
+        """Return the sampled tokens from `start` to `end` as a text or a message."""
         tokens = row["tokens"][start:end].tolist()
         text = self._tokenizer.decode(tokens[:-1] if tokens[-1] in self._special else tokens)
         chat_prompt = self.chat_prompt(row) if self.chat else None
         return [{"role": "assistant", "content": chat_prompt[1] + text}] if chat_prompt else text
 
     def chat_prompt(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """The messages that the chat template has made the prompt of, and what the template has begun the answer with,
-        such as <think>; None if these are not known."""
+        """Return the messages from which the chat template made the prompt, and the template's beginning of the answer,
+        such as <think>. None: the messages are not known."""
         return self._chat_prompt(row["row"], row["prompt"])
 
     def _find(self, fields: str, prompt: str) -> ChatPrompt | None:
@@ -193,7 +193,7 @@ def _counted(groups: Iterable[list[RolloutSample]], counts: Export) -> Iterator[
 
 
 def _turns(row: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Where each piece of sampled tokens begins and ends."""
+    """Yield the beginning and the end of each piece of sampled tokens."""
     return ((start, end) for sampled, start, end in pieces(row["versions"]) if sampled)
 
 
@@ -215,7 +215,7 @@ def _schema(kind: Format, chat: bool) -> pa.Schema:
 def _write(
     rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema, counts: Export, *, lines: bool = False
 ) -> None:
-    """Write the rows as lines of JSON, or as Parquet. Raises UserError if there are none."""
+    """Write the rows as lines of JSON, or as Parquet. Raises UserError if there are no rows."""
     with ExitStack() as opened:
         if lines:
             text = opened.enter_context(path.open("w", encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A dashboard for Grafana, from the panels and the numbers of actors, as Prometheus has them: `areal grafana`."""
+"""A dashboard for Grafana, from the panels and the numbers of actors in Prometheus: `areal grafana`."""
 
 import json
 from argparse import Namespace
@@ -9,7 +9,7 @@ from areal.extensions.desk.panels import Panel, panels
 
 UNITS = {"s": "s", "share": "percentunit", "bytes": "bytes"}
 STEP = "areal_step_"
-# The numbers of actors: title, unit, and an expression by its legend.
+# The panels of actors, by title: the unit, and the expressions by legend.
 ACTORS: dict[str, tuple[str, dict[str, str]]] = {
     "Step": ("", {"version": 'areal_version{role="master"}'}),
     "Healthy actors": ("", {"{{role}}": "sum by (role) (areal_healthy)"}),
@@ -41,7 +41,7 @@ def print_dashboard(_options: Namespace) -> None:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as plain data: first the actors, then the panels of steps, then what no panel has."""
+    """Return the dashboard as plain data: the actors, the panels of steps, and a panel for all further metrics."""
     drawn = [(title, unit, curves) for title, (unit, curves) in ACTORS.items()]
     drawn += [(panel.title, panel.unit, curves) for panel in panels() if (curves := dict(_curves(panel)))]
     listed = sorted({f"{STEP}{metric}" for panel in panels() for metric in panel.metrics if not panel.has_parts})
@@ -59,8 +59,8 @@ def dashboard() -> dict[str, Any]:
 
 
 def _curves(panel: Panel) -> Iterator[tuple[str, str]]:
-    """The expressions of a panel of steps by legend; none of an evaluation, or of parts, which Prometheus does not have
-    by these names."""
+    """Yield the expressions of a panel of steps, by legend. Panels of evaluations or of parts have no expression, since
+    Prometheus has different names for them."""
     if panel.of == "step" and not panel.has_parts:
         for label, formula in panel.curves.items():
             terms = [term if term in "+/" else f"{STEP}{term}" for term in formula.split()]

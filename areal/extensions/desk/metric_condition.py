@@ -11,7 +11,11 @@ _COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": ope
 
 
 class Condition(NamedTuple):
-    """metric: a key of metrics.jsonl, with dots for what is within it, as in `reward_parts.math`."""
+    """A comparison of a metric, a key of metrics.jsonl such as `reward_parts.math`, with a limit.
+
+    >>> Condition.parsed("entropy < 0.2").holds({"entropy": 0.1})
+    True
+    """
 
     metric: str
     comparison: str
@@ -19,7 +23,7 @@ class Condition(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> "Condition":
-        """The condition in a text, METRIC<NUMBER; also with <=, > or >=. Raises UserError."""
+        """Parse METRIC<NUMBER, or a condition with <=, > or >=. Raises UserError."""
         match = re.fullmatch(r"\s*([\w.]+)\s*([<>]=?)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*", text)
         if not match:
             raise UserError(f"{text!r} is no condition: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'.")
@@ -29,13 +33,13 @@ class Condition(NamedTuple):
         return f"{self.metric}{self.comparison}{self.limit:g}"
 
     def holds(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record of metrics.jsonl meets the condition; False if the metric was not measured."""
+        """Return whether a record of metrics.jsonl meets the condition. False if the metric was not measured."""
         value: Any = record
         for part in self.metric.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value is not None and _COMPARISONS[self.comparison](float(value), self.limit)
 
     def check(self, names: Collection[str], where: str) -> None:
-        """Raises UserError if the metric is none of `names`, which `where` has."""
+        """Raise UserError if the metric is not in `names`. where: the subject of the message."""
         if self.metric not in names:
             raise UserError(f"{where} has no metric {self.metric!r}: use one of {', '.join(sorted(names))}.")

@@ -1,7 +1,7 @@
 """Writes the model of a run as a folder for the model hub: `areal export --format model`.
 
-The folder has the newest checkpoint as transformers and vLLM load it, without the state to resume from, the numbers of
-the run and a model card. Nothing else of the run folder is in it: no secrets, keys, logs or rollouts.
+The folder has the newest checkpoint in a form for transformers and vLLM, without the state for resuming, the numbers of
+the run, and a model card. The folder has no secrets, keys, logs or rollouts.
 """
 
 import json
@@ -26,7 +26,7 @@ from areal.storage.run_files import CONFIG, SUMMARY
 from areal.weights.folders import atomic_folder, link
 from areal.weights.model_files import ADAPTER_CONFIG_FILE
 
-# Files of a checkpoint that are the model's. Large ones are hard links.
+# Files of the model in a checkpoint. Large files are hard links.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")
 LINKED = "*.safetensors"
 ADAPTER = "adapter"
@@ -44,7 +44,7 @@ class ModelScores(NamedTuple):
 
 
 def write_model(record: Record, output: Path) -> None:
-    """Make the folder `output` of the newest checkpoint of a run. Raises UserError if there is none."""
+    """Make the folder `output` from a run's newest checkpoint. Raises UserError if the run has no checkpoint."""
     if not record.checkpoints.folders or not record.settings:
         raise UserError(
             f"{record.folder} has no checkpoint: give the folder of a run that has trained until its first one."
@@ -81,7 +81,7 @@ def _take_model(checkpoint: Path, target: Path, config: Config) -> None:
 
 
 def _public(values: Any) -> Any:
-    """The configuration without secrets, and with names in place of paths on this machine."""
+    """Return the configuration without secrets, and with names in place of paths on this machine."""
     match without_secrets(values):
         case dict() as section:
             return {_public(key): _public(value) for key, value in section.items()}
@@ -94,7 +94,7 @@ def _public(values: Any) -> Any:
 
 
 def _results(run: Record, config: Config, version: int) -> Iterator[ModelScores]:
-    """Of the held-out rows and of each benchmark, if version `version` was evaluated on them."""
+    """Yield the scores of `version` on the held-out rows and on each benchmark, as far as they were evaluated."""
     by_version = {evaluation["version"]: evaluation for evaluation in run.evaluations}
     untrained, trained = by_version.get(0, {}), by_version.get(version, {})
     if trained.get("accuracy") is not None:

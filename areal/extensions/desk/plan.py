@@ -1,4 +1,4 @@
-"""The tool `areal plan`: reads its numbers, from options or a run, and prints the plan."""
+"""The tool `areal plan`: reads numbers from options or from a run, and prints the plan."""
 
 import math
 import re
@@ -24,11 +24,11 @@ from areal.weights.wrappers import text_config
 
 SUMS = ("step_seconds", "train_seconds", "tokens_generated", "tokens_trained", "completion_tokens_mean")
 FASTER = 1.05
-"""So many times the throughput makes other keys worth a line."""
+"""The least throughput of a further plan, as a multiple of the first plan's, that is worth a line."""
 
 
 def plan_run(options: Namespace) -> None:
-    """`areal plan`: print the plan that the options ask for."""
+    """`areal plan`: print the plan for the options."""
     if not (options.config or options.run):
         raise UserError("Say which run to plan: --config FILE.yaml, or --from RUN_FOLDER, which also has the rates.")
     record = Record(options.run) if options.run else None
@@ -39,7 +39,7 @@ def plan_run(options: Namespace) -> None:
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     work = _workload(options, config, measure(record) if record else {})
-    trainer = config.for_device(cuda=True).trainer  # but if checkpointing is auto, the plan says whether
+    trainer = config.for_device(cuda=True).trainer  # but if checkpointing is auto, the plan decides
     trainer = trainer.model_copy(update={"gradient_checkpointing": config.trainer.gradient_checkpointing})
     config = config.for_device(cuda=True).model_copy(update={"trainer": trainer})
     scoring = sum(config.scorers[name].devices for name in config.started_scorers)
@@ -59,7 +59,7 @@ def plan_run(options: Namespace) -> None:
 
 
 def _workload(options: Namespace, config: Config, measured: dict[str, float]) -> Workload:
-    """The numbers of the options, and for those that are not given the measured numbers. Raises UserError."""
+    """Return the numbers of the options, and for missing options the measured numbers. Raises UserError."""
     names = ("generation_rate", "training_rate", "mean_tokens", "prompt_tokens", "devices", "device_memory")
     numbers = measured | {name: n for name in names if (n := getattr(options, name)) is not None}
     if missing := [f"--{name.replace('_', '-')}" for name in names if name not in numbers]:
@@ -76,8 +76,8 @@ def _workload(options: Namespace, config: Config, measured: dict[str, float]) ->
 
 
 def measure(run: Record) -> dict[str, float]:
-    """The rates and the mean completion length of a run, over its steady steps (over all steps if it ended before
-    them). Raises UserError."""
+    """Return the rates and the mean completion length of a run, over its steady steps (over all steps if the run ended
+    before). Raises UserError."""
     config, steps = run.config, run.steady or run.records
     seconds, training, generated, trained, tokens = (
         sum(number_or_nan(step.get(name)) for step in steps) for name in SUMS
@@ -92,7 +92,7 @@ def measure(run: Record) -> dict[str, float]:
 
 
 def read_model(config: Config) -> ModelSizes:
-    """Sizes of the run's model, counted in the model's modules and passes without loading weights. Raises UserError."""
+    """Count the sizes of the run's model in its modules and passes, without loading weights. Raises UserError."""
     if config.model == "quickstart":
         raise UserError("The model quickstart is created by its first run: plan with --from runs/quickstart.")
     folder, trainer = Path(config.model).expanduser(), config.trainer
@@ -111,7 +111,7 @@ def read_model(config: Config) -> ModelSizes:
     adapted = module
     if trainer.lora:
         adapted = extensions.need("lora", "add", "trainer.lora").load()(module, trainer.lora)
-    whole = {} if trainer.lora else numbers  # trained weights, which are published and saved whole
+    whole = {} if trainer.lora else numbers  # trained weights are published and saved whole
     in_layers = [part for name, part in module.named_modules() if re.search(r"\.\d+\.", name)]
     parts = [[p.numel() for p in part.parameters(recurse=False)] for part in in_layers]
     return ModelSizes(
@@ -139,7 +139,7 @@ def read_model(config: Config) -> ModelSizes:
 
 
 def read_modules(model: str) -> tuple[Any, Any]:
-    """The configuration, as transformers has it, and the modules of a model, without weights. Raises UserError."""
+    """Return the model's transformers config and its modules, without weights. Raises UserError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,12 +151,12 @@ def read_modules(model: str) -> tuple[Any, Any]:
 
 
 def count_parameters(model: str) -> int:
-    """The number of parameters of a model. Raises UserError."""
+    """Return the number of a model's parameters. Raises UserError."""
     return sum(parameter.numel() for parameter in read_modules(model)[1].parameters())
 
 
 def table(split: Plan, device_gib: float) -> Table:
-    """The plan as a table."""
+    """Return the plan as a table."""
     result = Table("", "generation", "training", title="Plan", title_justify="left")
     size, share = split.tensor_parallel, split.generating_devices / (split.generating_devices + split.ranks)
     engines = f"{split.generators} x {size} devices" if size > 1 else "of 1 device each"

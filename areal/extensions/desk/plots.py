@@ -1,7 +1,7 @@
-"""Panels with the values of runs: what the pages draw. Here curves are smoothed, and axes cut.
+"""Panels with the values of runs, as the pages draw them. This module smooths curves, and cuts axes.
 
-A plot is plain data, with null where nothing was measured: `lines`, each with its places `x`, the values `points`, and
-`curve`: these smoothed or, in a stack, the top of the part.
+A plot is plain data, with null for missing values. Each of its `lines` has the places `x`, the values `points`, and the
+`curve`: the smoothed points or, in a stack, the top of the part.
 """
 
 import math
@@ -15,23 +15,23 @@ import numpy as np
 from areal.extensions.desk.panels import COLOURS, SEVERAL, Panel, with_others
 from areal.storage.record import Record, number_or_nan
 
-# A curve is smoothed over one in this many of its points, to either side: with less points it is not.
+# A curve is smoothed over a 20th of its points, to either side. A curve with fewer points is not smoothed.
 SMOOTHED_FROM = 20
-# Of longer runs a page gets this many points of a curve.
+# The most points of a curve on a page.
 MOST_POINTS = 1000
 # Values above this multiple of the 90th percentile are cut off: the first step includes the start of generation.
 OUTLIER = 2.5
-# Values that are cut off are named, this many of them.
+# The most cut values named below a plot.
 NAMED_CUTS = 3
 # A logarithmic axis is for values that differ by more than this factor.
 LOG_FROM = 10.0
-# The part of a logarithmic axis that belongs to zero ends here, if no value is positive.
+# If no value is positive, the linear part of a logarithmic axis, around zero, ends here.
 SMALLEST = 1e-7
-# The axis of a share above this one ends at 1.
+# The axis of larger shares ends at 1.
 LARGE_SHARE = 0.25
 # The colour scale from the freshest to the oldest groups. Without a light middle, neighbours could not be told apart.
 SCALE = ((0x3B, 0x82, 0xD6), (0xF2, 0xC5, 0x4B), (0xC4, 0x2E, 0x5B))
-DIGITS = 5  # of values on a page
+DIGITS = 5  # significant digits of a value
 
 Records = Sequence[Mapping[str, Any]]
 Plot = dict[str, Any]
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     @classmethod
     def of(cls, records: Records, key: str) -> Self:
         places = [record[key] for record in records]
-        if not all(map(operator.lt, places, places[1:])):  # what was done again counts once
+        if not all(map(operator.lt, places, places[1:])):  # a repeated step counts once
             by_place = dict(zip(places, records, strict=True))
             places = sorted(by_place)
             records = [by_place[place] for place in places]
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def plots(runs: Sequence[Record]) -> list[Plot]:
-    """The plots of a run. Of several runs, a colour is a run, and each curve of a panel has a plot of its own."""
+    """Return the plots of runs. If there are several, a colour is a run, and each curve of a panel has its own plot."""
     sources = [
         {"step": Measured.of(run.records, "step"), "version": Measured.of(run.evaluations, "version")} for run in runs
     ]
@@ -71,10 +71,10 @@ def plots(runs: Sequence[Record]) -> list[Plot]:
 
 
 def _alone(panel: Panel, bound: float, measured: Measured) -> Plot:
-    """The plot of one run; without lines if it has no value for the panel."""
+    """Return the plot of a single run. The plot has no lines if the run has no value for the panel."""
     values = _values(panel, measured.records)
     colours = [COLOURS[name] for name in panel.colours] + [*SEVERAL[2:], *SEVERAL] * len(values)
-    if panel.stack and panel.has_parts:  # of ages, which keep their colours while the run goes on
+    if panel.stack and panel.has_parts:  # ages keep their colours while the run goes on
         colours, bound = ramp(max(len(values), int(np.nan_to_num(bound)) + 1)), math.nan
     tops = [smoothed(y) for y in values.values()]
     chosen = [_chosen(y, top) for y, top in zip(values.values(), tops, strict=True)]
@@ -112,8 +112,8 @@ def _bound(panel: Panel, run: Record) -> float:
 
 
 def _values(panel: Panel, records: Records) -> dict[str, np.ndarray]:
-    """By label: float64 [n], nan where nothing was measured. Curves without a value are left out, and parts that repeat
-    another curve, such as pass@1; the rest of a total is the last curve."""
+    """Return the curves by label: float64 [n], nan for missing values. Curves without a value are left out, and so are
+    parts equal to another curve, such as pass@1. The rest of a total is the last curve."""
     values: dict[str, np.ndarray] = {}
     for pattern, metric in panel.curves.items():
         for label, formula in _expanded(pattern, metric, records):
@@ -128,7 +128,7 @@ def _values(panel: Panel, records: Records) -> dict[str, np.ndarray]:
 
 
 def _expanded(label: str, metric: str, records: Records) -> Iterator[tuple[str, str]]:
-    """The curves that a label and a metric stand for."""
+    """Yield each curve of a label and a metric: `*` stands for the parts of the metric."""
     head, star, tail = metric.partition(".*")
     if not star:
         yield label, metric
@@ -139,7 +139,7 @@ def _expanded(label: str, metric: str, records: Records) -> Iterator[tuple[str, 
 
 
 def _column(records: Records, formula: str) -> np.ndarray:
-    """float64 [n]. A missing metric counts as 0 in a sum with one that is there."""
+    """Return a formula's values, float64 [n]. In a sum a missing metric counts as 0 if another metric is there."""
     if "\0" in formula:
         return np.array([_at(record, formula.split("\0")) for record in records])
     sums, _, total = formula.partition(" / ")
@@ -157,7 +157,7 @@ def _numbers_of(records: Records, name: str) -> list[float]:
 
 
 def _at(record: Any, path: Sequence[str]) -> float:
-    """The number at a path of keys, and of places in a list, which may end before: 0."""
+    """Return the number at a path of keys and of places in a list. A place beyond the end of a list gives 0."""
     for key in path:
         if isinstance(record, list):
             record = record[int(key)] if int(key) < len(record) else 0
@@ -174,8 +174,8 @@ def _line(
 
 
 def _chosen(y: np.ndarray, curve: np.ndarray) -> np.ndarray:
-    """The places that are drawn: all or, of each of MOST_POINTS parts, a place in its middle where something was
-    measured, or the place of an outlier."""
+    """Return the places to draw: all places, or, of each of MOST_POINTS parts, the place of an outlier or a measured
+    place in the middle."""
     if len(y) <= MOST_POINTS:
         return np.arange(len(y))
     far = np.nan_to_num(np.abs(y - curve), nan=-1.0)
@@ -190,7 +190,7 @@ def _chosen(y: np.ndarray, curve: np.ndarray) -> np.ndarray:
 
 
 def _band(line: Mapping[str, Any], error: np.ndarray) -> dict[str, list[float | None]]:
-    """Two standard errors to either side of the points; nothing of a line of which only a part is drawn."""
+    """Return two standard errors to either side of the points; nothing if the line leaves out points."""
     if len(error) > MOST_POINTS or not np.isfinite(error).any():
         return {}
     y = np.array(line["points"], float)
@@ -202,8 +202,8 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def smoothed(y: np.ndarray) -> np.ndarray:
-    """At each place the mean of the values around it, as many places before as after except at the ends; nan where
-    there is none. Fewer than SMOOTHED_FROM values stay as they are."""
+    """Return the mean of the values around each place, as many before as after except at the ends; nan for a place
+    without values around it. Fewer than SMOOTHED_FROM values are returned unchanged."""
     finite = np.isfinite(y)
     half = len(y) // SMOOTHED_FROM
     if not half or finite.sum() < SMOOTHED_FROM:
@@ -240,7 +240,7 @@ def _plot(panel: Panel, lines: Sequence[dict[str, Any]], bound: float) -> Plot:
 
 
 def upper_limit(values: Sequence[float]) -> float | None:
-    """The end of an axis from 0 that cuts off outliers, a tenth of `values` at most; None if there are none."""
+    """Return the end of an axis from 0 that cuts off outliers, at most a tenth of `values`; None without outliers."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -249,8 +249,8 @@ def upper_limit(values: Sequence[float]) -> float | None:
 
 
 def _log_axis(values: Sequence[float]) -> float | None:
-    """None: a linear axis shows the values. 0: a logarithmic one does. Else some are 0: the axis is linear below this
-    power of ten."""
+    """Return None for a linear axis, and 0 for a logarithmic axis. If some values are 0: the power of ten below which a
+    logarithmic axis is linear."""
     positive = [value for value in values if value > 0]
     if positive and len(positive) == len(values):
         return 0.0 if max(positive) > LOG_FROM * min(positive) else None
@@ -258,7 +258,7 @@ def _log_axis(values: Sequence[float]) -> float | None:
 
 
 def ramp(n: int) -> list[str]:
-    """`n` colours from the first of SCALE to its last."""
+    """Return `n` colours from the first of SCALE to the last."""
     places, at = np.linspace(0, len(SCALE) - 1, n), range(len(SCALE))
     colours = np.stack([np.interp(places, at, part) for part in zip(*SCALE, strict=True)], axis=1).round().astype(int)
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in colours.tolist()]

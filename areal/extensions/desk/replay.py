@@ -1,8 +1,8 @@
-"""Replays a run: trains again from the rollouts that it has kept, in the same order and batches, without generators.
+"""Replays a run: trains again on the run's rollouts, in the same order and batches, without generators.
 
-Without changes this gives the same weights, on CPUs in fp32 to the bit. With changes of the trainer's settings it shows
-off-policy what they would have done with the same data: a *variant* did not sample what it trains on. Under torchrun
-every rank reads the same files, and only rank 0 prints and writes.
+A replay without changes gives the same weights, on CPUs in fp32 to the bit. A *variant* has changed trainer settings,
+and shows off-policy how the settings learn from the data, since the variant did not sample it. Under torchrun every
+rank reads the same files, and only rank 0 prints and writes.
 """
 
 import gc
@@ -64,8 +64,8 @@ UNCHANGED = "unchanged"
 WORTHLESS = 0.25
 WINDOW = 10
 FINAL_SHARE = 10
-"""The figures of a replay are means over this part of its steps, the last ones."""
-# Not the guard of a run: a variant is only given up once it computes no numbers any more.
+"""The figures of a replay are means over its last tenth of steps."""
+# Unlike the guard of a run, this guard stops a variant only if its numbers are no longer finite.
 _NUMBERS_ONLY = GuardConfig(
     effective_sample_size=0, entropy=0, logprob_gap=sys.float_info.max, advantage_max=sys.float_info.max
 )
@@ -74,12 +74,12 @@ _LINES = 10
 
 @dataclass(frozen=True)
 class Replay:
-    """What is replayed: the steps `first` + 1 to `last` of a run, by the settings `config`.
+    """A replay of the steps `first` + 1 to `last` of a run, with the settings `config`.
 
-    changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. all_steps:
-    whether these are all steps of the run. output: folder for the trained model, if it is wanted. without: step and id
-    of each group that is left out; a step of which none remains is not trained. until: ends the replay with the first
-    step of which it holds.
+    changes: the changed settings, by key. off_policy: whether data or settings differ from the run's. all_steps:
+    whether the steps are all steps of the run. output: folder for the trained model, or None. without: step and id of
+    each group left out; a step without any group left is not trained. until: ends the replay with the first step that
+    meets the condition.
     """
 
     run: Record
@@ -106,7 +106,7 @@ class Replay:
 
     @property
     def checkpoint(self) -> Path:
-        """The one that it starts from, unless `first` is 0."""
+        """The checkpoint at the beginning, unless `first` is 0."""
         return self.run.checkpoints.of(self.first)
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
@@ -116,7 +116,7 @@ class Replay:
                 yield step, remaining
 
     def config_at(self, step: int) -> Config:
-        """The settings for a step: those of the run at that step, with the changes of the replay."""
+        """Return the settings for a step: the run's settings at that step, with the changes of the replay."""
         settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config
@@ -125,7 +125,7 @@ class Replay:
         return config
 
     def what_matters(self) -> str:
-        """The settings without those that have no effect: two replays with the same ones learn the same."""
+        """Return the settings with an effect, as JSON. Two replays with equal texts learn the same."""
         from areal.training.algorithms.objectives import objective_of
 
         trainer = self.config.trainer
@@ -164,11 +164,11 @@ def plan(
     without: str | None = None,
     until: str | None = None,
 ) -> list[Replay]:
-    """The replays of a run: one for each combination of the values in `sweep`, the last changing fastest.
+    """Return a replay for each combination of the values in `sweep`; the last key changes fastest.
 
-    overrides: `key=value`, changes to all of them. sweep: each `key=value,value,...`. steps: `A:B`, those after A up to
-    B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. without: an SQL
-    condition on rollouts; groups that have such a row are left out. until: a condition on metrics of the replay. Raises
+    overrides: `key=value`, changes to all replays. sweep: each `key=value,value,...`. steps: `A:B`, the steps after A
+    up to B; by default all. output: folder for the trained model, or with `sweep` for a folder a model. without: an SQL
+    condition on rollouts; groups with such a row are left out. until: a condition on metrics of the replay. Raises
     UserError if a replay is not possible.
     """
     config = run.config
@@ -194,7 +194,7 @@ def plan(
 
 
 def _range(run: Record, steps: str) -> tuple[int, int]:
-    """The step after which a replay of `steps` begins, and its last."""
+    """Return the step before a replay of `steps`, and its last step."""
     match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.trained, run.first_version
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
@@ -230,7 +230,7 @@ def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> f
 
 
 def _condition_of(text: str) -> Condition:
-    """The condition in a text, on a metric that a replay computes. Raises UserError."""
+    """Parse a condition on a metric that a replay computes. Raises UserError."""
     from areal.training.step_metrics import StepResult
 
     condition = Condition.parsed(text)
@@ -243,7 +243,7 @@ def _digest(groups: Iterable[tuple[int, str]]) -> str:
 
 
 def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
-    """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
+    """Return the run's settings with `changes`. Raises UserError for a change outside the training."""
     settings = run.config_with(settings=changes)
     for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
         if not is_under(key, ["trainer"]) or is_under(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
@@ -255,7 +255,7 @@ def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def replay(replays: Sequence[Replay], console: Console) -> bool:
-    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights.
+    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged replays with equal weights.
 
     If the trainer has several ranks, this command starts again under torchrun. Only rank 0 prints to `console`.
     """
@@ -285,7 +285,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
 
 
 def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
-    """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
+    """Do the replays in parallel processes, as many as the cores allow. A fork of this process shares its imports."""
     from areal.cpu.deepspeed_on_cpu import load_libraries
     from areal.extensions.desk.plan import read_modules
 
@@ -322,8 +322,8 @@ def run_variant(
     check: "Callable[[TrainingEngine, Config, int], None] | None" = None,
     run: str = "",
 ) -> dict[str, Any]:
-    """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
-    run: the identity of the run that the checkpoint has to have, if it is given."""
+    """Do a replay (all ranks). Returns the content of its summary.json. check: called before each step, with its
+    number. run: the required identity of the checkpoint's run; "" allows any run."""
     began = time.monotonic()
     writes = os.environ.get("RANK", "0") == "0"
     if writes:
@@ -357,8 +357,8 @@ def run_variant(
 
 
 class Training:
-    """The training of a replay, each step with its settings (all ranks). run: the identity that the checkpoint which it
-    starts from has to have, if it is given."""
+    """The training of a replay, each step with its own settings (all ranks). run: the required identity of the first
+    checkpoint's run; "" allows any run."""
 
     def __init__(self, variant: Replay, run: str = "") -> None:
         from areal.training.training_engine import TrainingEngine
@@ -369,7 +369,7 @@ class Training:
             self.engine.load(variant.checkpoint, run)
 
     def _prepare(self, step: int) -> Config:
-        """Take the settings of a step; if they are others, as a run does that is resumed. Returns them."""
+        """Take the settings of a step, and return them. Changed settings restart the engine, as a resumed run does."""
         config, folder = self._variant.config_at(step), self._variant.folder / "changing"
         if config != self._config:
             self.engine.save(folder)
@@ -384,12 +384,11 @@ class Training:
     def step(
         self, step: int, batch: list[Group], check: "Callable[[TrainingEngine, Config, int], None] | None" = None
     ) -> dict[str, Any]:
-        """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the
-        batch's samples, pi / pi_behav with pi the policy before this step, say about pi.
+        """Train the batch of a step (all ranks). Returns a run's metrics of the step, and two figures about the policy
+        pi before the step, from the weights pi / pi_behav of the batch's samples.
 
         effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over
-        the groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these
-        prompts.
+        groups of the weighted mean reward, an estimate of pi's reward on the prompts.
         """
         config, engine = self._prepare(step), self.engine
         if check:
@@ -401,7 +400,7 @@ class Training:
         logp = None if trainer.proximal == "recompute" else engine.logprobs(on_rank_0, temperature=temperature)
         result = engine.step(on_rank_0, version=step - 1, temperature=temperature, mask_older_than=mask)
         if logp is None:
-            assert engine.values is not None  # as asked for
+            assert engine.values is not None  # keep_values was set
             logp = engine.values.proximal_logprobs
         rewards = [sample.reward for group in batch for sample in group.trajectories]
         ages = [step - 1 - group.start_version for group in batch]
@@ -416,7 +415,7 @@ class Training:
 
 
 def weight_metrics(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
-    """logp: [T], of all tokens of the batch, as in `TokenValues`."""
+    """Return the figures of `Training.step` about pi. logp: [T], of all tokens of the batch, as in `TokenValues`."""
     from areal.training.packed import FlatBatch
 
     flat = FlatBatch.of(batch, minibatches=1)
@@ -425,7 +424,7 @@ def weight_metrics(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *
     log_weights = np.bincount(flat.of_sample, gaps)
     largest = np.full(len(batch), -np.inf)
     np.maximum.at(largest, flat.groups, log_weights)
-    ratios = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1
+    ratios = np.exp(log_weights - largest[flat.groups])  # the largest ratio of each group is 1
     of_groups = np.bincount(flat.groups, ratios * flat.rewards) / np.bincount(flat.groups, ratios)
     weights = np.exp(log_weights - log_weights.max())
     return {
@@ -468,8 +467,8 @@ def _summary(
 
 
 def keeps_weights(run: Record, step: int) -> bool:
-    """Whether a run's weights after a step can be compared with a replay's. A checkpoint has more than is published
-    where there are adapters, or vision beside the text model."""
+    """Return whether a replay can compare its weights with the run's after a step. With adapters, or vision beside the
+    text model, a checkpoint has more weights than are published."""
     if _final_stamp(run, step):
         return True
     checkpoint = run.checkpoints.of(step)
@@ -477,13 +476,13 @@ def keeps_weights(run: Record, step: int) -> bool:
 
 
 def _final_stamp(run: Record, step: int) -> str | None:
-    """The stamp of the weights that a run ended with; None if that was not after this step."""
+    """Return the stamp of the run's last weights, or None if the last step is not `step`."""
     weights = (run.ending or {}).get("weights", {})
     return weights["stamp"] if weights.get("version") == step else None
 
 
 def _recorded_stamp(variant: Replay, step: int) -> str | None:
-    """The stamp of the run's weights after a step; None if it is not known."""
+    """Return the stamp of the run's weights after a step, or None if the stamp is not known."""
     if stamp := _final_stamp(variant.run, step):
         return stamp
     if not keeps_weights(variant.run, step):
@@ -493,7 +492,7 @@ def _recorded_stamp(variant: Replay, step: int) -> str | None:
 
 
 def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:
-    """The first step from which on there are too few effective samples to the end, by the mean of WINDOW steps."""
+    """Return the first step from which on the mean of WINDOW steps has too few effective samples to the end."""
     shares = [record["effective_samples"] for record in records]
     means = [sum(shares[max(0, n - WINDOW) : n]) / min(n, WINDOW) for n in range(1, len(shares) + 1)]
     low = list(itertools.takewhile(lambda n: not means[n] >= WORTHLESS, reversed(range(len(means)))))
@@ -514,7 +513,7 @@ _FIGURES = {
 
 
 def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean of each figure over the last steps."""
+    """Return the mean of each figure over the last steps."""
     last = records[-max(1, len(records) // FINAL_SHARE) :]
     return {name: sum(record[name] for record in last) / len(last) for name in _FIGURES} if last else {}
 

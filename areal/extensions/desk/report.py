@@ -1,4 +1,4 @@
-"""Writes the report of a run: the page of the dashboard with its data inside, in one HTML file."""
+"""Writes the report of a run: the page of the dashboard and its data in a single HTML file."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from areal.extensions.desk.run_view import RunView
 from areal.storage.disk import replace
 
 ROLLOUTS_SECONDS = 20.0
-"""No further file of rollouts is read for the alerts after this time."""
+"""After this time the alerts read no further file of rollouts."""
 
 
 def report_of(folder: Path) -> str:
-    """The report, as HTML. Raises UserError if the folder holds no run, or one of its files is damaged."""
+    """Return the report as HTML. Raises UserError if the folder holds no run, or a damaged file."""
     view = RunView(folder)
-    _ = view.record.summary  # the live page shows a run without it, a report is to have it
+    _ = view.record.summary  # raises for a run without summary, which the live page would show
     return page(PAGES / "run.html", view.since(rollouts_seconds=ROLLOUTS_SECONDS))
 
 

@@ -23,7 +23,7 @@ from areal.storage.run_files import PICTURES
 
 
 def print_rollouts(options: Namespace) -> None:
-    """`areal rollouts`: print how many rollouts there are, and some of them."""
+    """`areal rollouts`: print the number of rollouts, and some rollouts."""
     column, _, direction = options.sort.strip().partition(" ")
     if direction.strip().lower() not in ("", "asc", "desc"):
         raise UserError(f"--sort {options.sort!r} is not COLUMN or COLUMN desc: use one of {', '.join(SORTED_BY)}.")
@@ -57,7 +57,7 @@ def _print(row: dict[str, Any], tokenizer: Any, pictures: list[Path], console: C
         console.print(Text(f"── picture {file}", style="dim"), soft_wrap=True)
     for heading, text, style in _texts(row, tokenizer):
         console.print(Text(f"── {heading}", style="dim"))
-        console.print(Text(text, style=style), soft_wrap=True)  # so that it can be copied
+        console.print(Text(text, style=style), soft_wrap=True)  # unwrapped text can be copied
 
 
 def _about(row: dict[str, Any]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _about(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _texts(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str, str]]:
-    """Headings, texts and styles of what the policy was given and what it sampled, in turns."""
+    """Yield a heading, a text and a style for each turn, given to the policy or sampled by it."""
     turns = pieces(row["versions"])
     if tokenizer is None:
         yield "prompt", row["prompt"], ""

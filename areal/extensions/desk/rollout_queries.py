@@ -1,8 +1,8 @@
 """Queries on the rollouts of a run (areal.storage.rollout_files), for the command line and the web page.
 
-DuckDB answers them from the Parquet files. It may read the folder of the rollouts and nothing else, has no network, and
-its settings are locked: a query may come from somebody's command line. Texts and tokens are read only for the rows that
-are shown, never for those that are only filtered or sorted.
+DuckDB answers the queries from the Parquet files. DuckDB may read only the folder of the rollouts, has no network, and
+its settings are locked: a query may come from somebody's command line. Texts and tokens are read only for shown rows,
+never for filtering or sorting.
 """
 
 import math
@@ -30,7 +30,7 @@ COLUMNS = ROLLOUT_COLUMNS
 SORTED_BY = tuple(
     name for name in COLUMNS[: COLUMNS.index("shared")] if name not in ("row", "prompt", "completion", "reward_parts")
 )
-"""Columns that the page shows in its table, each of which can sort it."""
+"""Columns of the page's table. Each column can sort it."""
 RANGES = (
     "step",
     "prompt_index",
@@ -49,17 +49,17 @@ MEMORY = "1GB"
 SECONDS = 20.0
 """A query that takes longer is stopped."""
 GRACE_SECONDS = 2.0
-"""How long a query may take to stop: inside one function of SQL, DuckDB does not look for interrupts."""
+"""Seconds in which a query has to stop: inside a function of SQL, DuckDB does not look for interrupts."""
 GLIMPSE = 300
 """Characters of a text in a list of rows."""
 EXCERPT = 4000
 """Characters of the texts of a group, side by side."""
 THUMBNAIL = 256
 """The longest side of a picture on the page, in pixels."""
-_PICTURES = 16  # of a sample that are shown
-_ATTEMPTS = 3  # to read files of which the oldest may just be removed
+_PICTURES = 16  # the most pictures shown of a sample
+_ATTEMPTS = 3  # to read files, since the oldest file may just be removed
 _FROM = "FROM read_parquet($files)"
-# Where a file has fewer columns, since an earlier version wrote it: `no_rollouts` has all of them, and no row.
+# Files of an earlier version lack columns. `no_rollouts` has all columns and no row.
 _PLACES = ("file_index", "file_row_number")
 _FROM_EARLIER = f"""FROM (SELECT *, {", ".join(_PLACES)} FROM read_parquet($files, union_by_name = true)
     UNION ALL BY NAME SELECT * FROM no_rollouts)"""
@@ -68,7 +68,7 @@ _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS compl
 
 
 class QueryStuck(UserError):
-    """A query did not stop when it was told to. It runs on in a thread of this process, and would disturb its exit."""
+    """A query did not stop after its interrupt. The query's thread runs on, and would disturb this process's exit."""
 
 
 class Where(NamedTuple):
@@ -80,7 +80,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutPage:
-    """The rows that a condition has: how many of each fate, of how many steps; and those of one page."""
+    """The rows that meet a condition: their number by fate, the number of steps, and the rows of a page."""
 
     fates: dict[str, int]
     steps: int
@@ -88,7 +88,7 @@ class RolloutPage:
 
 
 def sql_condition(text: str) -> Where:
-    """The condition that somebody wrote as one SQL expression. Raises UserError."""
+    """Return the condition of an SQL expression from a user. Raises UserError."""
     try:
         return Where(str(duckdb.SQLExpression(text)))
     except duckdb.Error as error:
@@ -96,8 +96,8 @@ def sql_condition(text: str) -> Where:
 
 
 def condition(filters: Mapping[str, str]) -> Where:
-    """The condition of the page's filters: NAME, NAME_min and NAME_max for the columns in RANGES, NAME for those in
-    CHOICES, and `text`, which prompt or completion contains. Empty ones count as missing. Raises UserError."""
+    """Return the condition of the page's filters: NAME, NAME_min and NAME_max for the columns in RANGES, NAME for the
+    columns in CHOICES, and `text`, contained in prompt or completion. Empty filters do not count. Raises UserError."""
     sql, values = [], {}
     for name, text in filters.items():
         column, _, end = name.rpartition("_")
@@ -133,8 +133,8 @@ def _number(name: str, text: str) -> Any:
 
 
 class Rollouts:
-    """The rollouts of a run. Every method may be called from any thread, and raises UserError if there
-    are none, if the files cannot be read, or if a condition is wrong or takes too long."""
+    """The rollouts of a run. Every method may be called from any thread, and raises UserError if there are no rollouts,
+    if the files cannot be read, or if a condition is wrong or takes too long."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -158,17 +158,17 @@ class Rollouts:
     def page(
         self, where: Where, sort: str | None, descending: bool, limit: int, offset: int = 0, all_columns: bool = False
     ) -> RolloutPage:
-        """The rows number `offset` to `offset` + `limit` - 1, ordered by a column; at random if `sort` is None.
+        """Return the rows number `offset` to `offset` + `limit` - 1, ordered by a column; at random if `sort` is None.
 
-        Rows with null come last; where they are equal, the order is that of the files. all_columns: the rows have all
-        columns; otherwise those of SORTED_BY, and the first GLIMPSE characters of prompt, completion and the `answer`
-        of the row of the data, null without one.
+        Rows with null come last; equal rows keep the order of the files. all_columns: the rows have all columns;
+        otherwise the columns of SORTED_BY, and the first GLIMPSE characters of prompt, completion and the data row's
+        `answer`, null if the row has none.
         """
         if sort not in (*SORTED_BY, None):
             raise UserError(f"Rows cannot be sorted by {sort!r}: use one of {', '.join(SORTED_BY)}.")
         key = f'"{sort}"' if sort else "random()"
         order = f"key {'DESC' if descending else 'ASC'} NULLS LAST, file, number"
-        # First the places of the rows, then these rows: sorting all texts would take a hundred times as long.
+        # First the places of the rows, then the rows: sorting all texts would take a hundred times as long.
         places = f"""
             WITH matches AS MATERIALIZED (
                 SELECT file_index AS file, file_row_number AS number, {key} AS key, step, fate {_FROM}
@@ -191,7 +191,7 @@ class Rollouts:
             for file, number in chosen or ():
                 numbers_by_path.setdefault(paths[file], []).append(number)
             rows: dict[tuple[str, int], dict[str, Any]] = {}
-            for name, numbers in numbers_by_path.items():  # file by file takes a fifth of the time of one query
+            for name, numbers in numbers_by_path.items():  # file by file takes a fifth of the time of a single query
                 values = {"files": [name], "numbers": numbers}
                 rows |= {(name, row.pop("row number")): row for row in ask(texts, values)}
             ordered = [rows[paths[file], number] for file, number in chosen or ()]
@@ -200,7 +200,7 @@ class Rollouts:
         return self._answer(read)
 
     def row(self, group: str, sample: int, branch: int) -> dict[str, Any]:
-        """All columns of one row. Raises UserError if there is no such row."""
+        """Return all columns of a row. Raises UserError if the row does not exist."""
         rows = self._select(
             "SELECT *",
             '"group" = $group AND sample = $sample AND branch = $branch LIMIT 1',
@@ -211,8 +211,8 @@ class Rollouts:
         return rows[0]
 
     def group(self, group: str) -> list[dict[str, Any]]:
-        """The rows of a group, in order: sample, branch, reward, advantage, completion_tokens, finish, and the first
-        EXCERPT characters of the completion."""
+        """Return the rows of a group, in order: sample, branch, reward, advantage, completion_tokens, finish, and the
+        first EXCERPT characters of the completion."""
         return self._select(
             f"SELECT sample, branch, reward, advantage, completion_tokens, finish, "
             f"left(completion, {EXCERPT}) AS completion",
@@ -221,10 +221,10 @@ class Rollouts:
         )
 
     def prompt(self, group: str) -> list[dict[str, Any]]:
-        """What became of the prompt of a group through the run. For each group of it, by start_version: the number of
-        samples, and the mean, the lowest and the highest of their rewards.
+        """Return all groups with the prompt of a group, by start_version: the number of samples, and the mean, the
+        lowest and the highest of their rewards.
 
-        These are the groups with the same row and prompt text: the row comes again, with another index, in each epoch.
+        Groups have the same prompt if row and prompt text are equal: each epoch repeats the row with another index.
         """
         rows = self._select(
             'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}
@@ -241,7 +241,7 @@ class Rollouts:
         )
 
     def trained(self, where: Where, first: int, last: int) -> set[tuple[int, str]]:
-        """Step and id of each group of which a row has the condition, trained in the steps `first` to `last`."""
+        """Return step and id of each group with a row of the condition, trained in the steps `first` to `last`."""
         rows = self._select(
             'SELECT DISTINCT step, "group"',
             f"step BETWEEN $first AND $last AND ({where.sql})",
@@ -250,7 +250,7 @@ class Rollouts:
         return {(row["step"], row["group"]) for row in rows}
 
     def sql(self, query: str) -> list[dict[str, Any]]:
-        """The rows of a query in SQL on the table `rollouts`, whose columns are COLUMNS."""
+        """Return the rows of a query in SQL on the table `rollouts` with the columns COLUMNS."""
         rest = query.strip().rstrip(";")
         own_tables = rest[:5].lower() == "with "
         query = f"WITH rollouts AS (SELECT * {_FROM}){',' if own_tables else ''} {rest[5:] if own_tables else rest}"
@@ -260,7 +260,7 @@ class Rollouts:
         return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {clauses}", {"files": paths, **values}))
 
     def _answer(self, read: "Callable[[_Ask, list[str]], T]") -> T:
-        """What `read` returns, which may ask several queries on a list of files."""
+        """Return the result of `read`, a function that may ask several queries on a list of files."""
         cursor = self._connection.cursor()
 
         def ask(sql: str, values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -274,7 +274,7 @@ class Rollouts:
         def work() -> None:
             try:
                 answer.set_result(self._read(read, ask))
-            except BaseException as error:  # whoever waits for the answer gets it
+            except BaseException as error:  # the waiting caller gets the error
                 answer.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
@@ -315,13 +315,13 @@ def _mistake(error: duckdb.Error) -> UserError:
 
 
 def pictures_of(row: dict[str, Any]) -> list[str]:
-    """The names of the first pictures of a sample."""
+    """Return the names of a sample's first pictures."""
     column = np.array(row["pictures"] or (), np.uint8).reshape(-1, DIGEST_BYTES)
     return digests_in(column)[:_PICTURES]
 
 
 def picture_shown(record: Record, name: str) -> str:
-    """The picture as the page shows it, a data URL, or why it cannot."""
+    """Return the picture for the page as a data URL, or a sentence that says why there is none."""
     try:
         return str(find("thumbnail")(find("store")(record.folder / PICTURES).get(name), THUMBNAIL))
     except (UserError, ValueError) as error:

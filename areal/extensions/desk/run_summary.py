@@ -1,4 +1,4 @@
-"""The results of a run that has ended, as a terminal shows them."""
+"""The results of an ended run, for a terminal."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def print_summary(folder: Path, console: Console) -> None:
 
 
 def _print_samples(record: Record, console: Console) -> None:
-    """Print the held-out rows whose score has changed most."""
+    """Print the held-out rows with the largest changes of score."""
     pairs = record.sample_pairs()[:PAIRS_SHOWN]
     if pairs:
         console.print("[bold]Held-out rows before and after the training, those that changed most first[/]")
@@ -66,7 +66,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
-    """The scores of each benchmark at its last version; if there are several versions, also at the first one."""
+    """Return the scores of each benchmark at its last version and, if there are several versions, at its first."""
     versions = sorted(results, key=lambda evaluation: evaluation["version"])
     first, last = dict[str, Any](), dict[str, Any]()
     for evaluation in versions:
@@ -90,7 +90,7 @@ def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
 
 
 def _mean(scores: dict[str, Any]) -> str:
-    """The mean score and its standard error, in percent."""
+    """Return the mean score and its standard error, in percent."""
     mean, error = (value if value is None else 100 * value for value in (scores["accuracy"], scores["standard_error"]))
     return f"{_number(mean, '.1f')} ± {_number(error, '.1f')}"
 

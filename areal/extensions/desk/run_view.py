@@ -1,4 +1,4 @@
-"""What a page shows of a run, as plain data: of a run that goes on, and of one that has ended (its report)."""
+"""The plain data of a run's page, for a running run and for an ended run (its report)."""
 
 import json
 import math
@@ -20,22 +20,22 @@ from areal.extensions.desk.plots import plots, run_colours
 from areal.storage.events import GONE
 from areal.storage.record import Record
 
-# Length of the timeline, which ends at the newest event.
+# Seconds of the timeline, which ends at the newest event.
 WINDOW_SECONDS = 120.0
-# Actors are heard of every second. A run whose events end without a summary has been silent for at least this long.
+# Actors send events every second. After this silence, a run without a summary counts as silent.
 SILENT_SECONDS = 60.0
-# An answer waits no longer for rollouts, of which the next answers read more. One file may take as long again.
+# A page waits this long for rollouts, and once more for the last file. Later requests read further files.
 ROLLOUTS_SECONDS = 0.2
 LEFT_OUT = ("prompts", "discarded")
 PAIRS_SHOWN = 4
-# The folders in which a file or folder of this machine lies.
+# The absolute folders in the paths of this machine.
 FOLDERS = re.compile(r"(?m)(?<=[ '\"])/(?:[^/\n]+/)+(?=[^/\n])")
-# Numbers of an actor that have a column of the table, in this order; the rest is shown on demand.
+# Numbers of an actor with a column of their own, in order. The page shows further numbers on demand.
 COLUMNS = ("running", "waiting", "groups_running", "samples_running", "scored", "failed", "memory")
 
 
 def ending_of(summary: dict[str, Any] | None) -> str | None:
-    """`finished: ...` or `ended early: ...`, with the reason; None of a run that is not over."""
+    """Return `finished: ...` or `ended early: ...`, with the reason; None for a run that is not over."""
     if not summary:
         return None
     state = "finished" if summary.get("ok", True) else "ended early"
@@ -43,7 +43,7 @@ def ending_of(summary: dict[str, Any] | None) -> str | None:
 
 
 class PlotCache:
-    """The plots of runs, made again once there are new steps or evaluations. `stamp` tells which they are."""
+    """The plots of runs, made again after new steps or evaluations. `stamp` names the present plots."""
 
     def __init__(self, runs: Sequence[Record]) -> None:
         self.stamp = ""
@@ -51,7 +51,7 @@ class PlotCache:
         self._plots: list[dict[str, Any]] = []
 
     def since(self, stamp: str) -> dict[str, Any]:
-        """The stamp and the plots; without the plots if they are those of `stamp`."""
+        """Return the stamp, and the plots unless `stamp` is the stamp of the present plots."""
         newest = ",".join(f"{len(run.records)}.{len(run.evaluations)}" for run in self._runs)
         if newest != self.stamp:
             self.stamp, self._plots = newest, plots(self._runs)
@@ -64,7 +64,7 @@ def _places(run: Record) -> Iterable[int]:
 
 
 class RunView:
-    """The data of the page for the run in `folder`. Raises UserError if it is not the folder of a run."""
+    """The data of the page for the run in `folder`. Raises UserError if the folder holds no run."""
 
     def __init__(self, folder: Path) -> None:
         self.record = Record(folder, without=LEFT_OUT)
@@ -74,11 +74,11 @@ class RunView:
         self._began = math.inf
         digests = extensions.part_of("alerts", "digests")
         self._digests = digests and digests(folder)
-        self._written: float | None = None  # when, by the clock of its host
-        self._changed: float | None = None  # when that was seen to change, by this process's clock
+        self._written: float | None = None  # time of the last writing, by the clock of the writing host
+        self._changed: float | None = None  # when `_written` last changed, by this process's clock
 
     def since(self, stamp: str = "", rollouts_seconds: float = ROLLOUTS_SECONDS) -> dict[str, Any]:
-        """The state of the run, with its plots and texts if there is more than at `stamp`."""
+        """Return the state of the run, with its plots and texts if they are newer than `stamp`."""
         self._read()
         record, config = self.record, self.record.settings
         data = {
@@ -95,8 +95,8 @@ class RunView:
         return shown
 
     def _ending(self) -> dict[str, Any]:
-        """How the run ended, or for how long it has been silent, as a sentence; None where that is not so. The actors
-        of an ended run are in the state that it ended in."""
+        """Return sentences on the run's end and on its silence, or None, and the actors. After the end, each actor has
+        the state of the run's end."""
         ended = ending_of(self.record.ending)
         actors = [self._actors[actor] for actor in sorted(self._actors)]
         if ended:
@@ -108,7 +108,7 @@ class RunView:
         return {"ended": ended, "silent": sentence, "actors": [_actor(actor) for actor in actors]}
 
     def _times(self) -> dict[str, str]:
-        """In words, how long the run has taken by its newest event, and how long the steps that are left will take."""
+        """Return in words the time of the run up to its newest event, and the expected time of the remaining steps."""
         last, total = (self.record.records or [{}])[-1], self.record.settings.get("steps")
         seconds = {
             "elapsed": self._events[-1]["time"] - self._began if self._events else 0.0,
@@ -117,7 +117,7 @@ class RunView:
         return {name: duration(value) if value > 0 else "" for name, value in seconds.items()}
 
     def _silent_seconds(self) -> float:
-        """The master's host may have another clock: only what was there before is judged by this host's."""
+        """Return the seconds since the last writing, by this host's clock for writings seen since the first look."""
         written, now = self.record.last_written, time.monotonic()
         if written != self._written:
             self._written, self._changed = written, now if self._written else None
@@ -134,13 +134,13 @@ class RunView:
                 self._actors.pop(event["actor"], None)
             elif "state" in event:
                 self._actors[event["actor"]] = event
-        # An actor's activity is recorded repeatedly, so one that began before the window also has an event within it.
+        # An actor's activity is recorded repeatedly, so an activity older than the window also has an event within it.
         while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
             self._events.popleft()
 
     def _alerts(self, config: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """For each alert its name, its sentence, and the query of the page of its rollouts, None if none are kept, and
-        the command that prints them."""
+        """Return for each alert its name, its sentence, the query for the page of its rollouts (None without rollouts),
+        and the command that prints the rollouts."""
         digests = self._digests
         alerts = digests.alerts(self.record.records, self.record.evaluations, config, seconds) if digests else ()
         return [
@@ -154,9 +154,9 @@ class RunView:
         ]
 
     def _lanes(self) -> list[dict[str, Any]]:
-        """For each actor, what it did in the last WINDOW_SECONDS: tuples of the name, its purpose (TimelineSpan), the
-        beginning (in seconds before the end of the timeline), the duration in seconds, and True if the actor measured
-        it itself."""
+        """Return the activities of each actor in the last WINDOW_SECONDS, as tuples: name, purpose (TimelineSpan),
+        beginning (in seconds before the end of the timeline), duration in seconds, and True if the actor measured the
+        times."""
         if not self._events:
             return []
         end = max(event["time"] + event.get("seconds", 0.0) for event in self._events)
@@ -172,14 +172,14 @@ class RunView:
 
 
 class RunsView:
-    """The data of the page that compares the runs in several folders. Raises UserError if one of them holds no run."""
+    """The data of the page that compares the runs in several folders. Raises UserError if a folder holds no run."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._runs = [Record(folder, without=LEFT_OUT) for folder in folders]
         self._plots = PlotCache(self._runs)
 
     def since(self, stamp: str = "") -> dict[str, Any]:
-        """The settings in which the runs differ and their figures, with the plots if there is more than at `stamp`."""
+        """Return the runs' different settings and figures, with the plots if they are newer than `stamp`."""
         runs = self._runs
         for run in runs:
             run.update()
@@ -201,7 +201,7 @@ class RunsView:
 
 
 def _actor(event: dict[str, Any]) -> dict[str, Any]:
-    """An actor's last heartbeat, with its numbers as (name, value, unit, place of its column in the table or -1)."""
+    """Return an actor's last heartbeat, with numbers as (name, value, unit, place of the table's column or -1)."""
     stats = (event.get("stats") or {}).items()
     numbers = [
         (title_of(name), value, unit_of(name), COLUMNS.index(name) if name in COLUMNS else -1) for name, value in stats
@@ -220,7 +220,11 @@ def _texts(run: Record) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON in a browser cannot represent."""
+    """Return `value` with None in place of NaN and infinities, which JSON in a browser cannot represent.
+
+    >>> finite({"loss": float("nan"), "steps": [1, 2]})
+    {'loss': None, 'steps': [1, 2]}
+    """
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

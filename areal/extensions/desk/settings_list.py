@@ -25,13 +25,13 @@ from areal.config import Config
 from areal.config.section import Section, section_in
 
 NAMES = {date: "date", str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", Any: "anything"}
-# Counts, durations and shares are not negative: nobody has to read that of each.
+# Counts, durations and shares are obviously not negative: the list leaves these bounds out.
 OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def print_keys(options: Namespace) -> None:
-    """`areal config`: the keys with all words in their names or descriptions, their values and meaning."""
+    """`areal config`: print the keys with all words in name or description, their values and meaning."""
     if options.schema:
         return print(json.dumps(schema(), indent=2))
     words = [word.lower() for word in options.words]
@@ -50,7 +50,7 @@ def print_keys(options: Namespace) -> None:
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """All keys of a section with their dots and meanings, those of the sections in it last."""
+    """Yield all keys of a section, with dots, and their meanings. Keys of inner sections come last."""
     fields, texts = section.model_fields, meanings(section)
     inner = {name: nested for name, field in fields.items() if (nested := section_in(field.annotation))}
     yield from ((f"{prefix}{name}", fields[name], texts.get(name, "")) for name in fields if name not in inner)
@@ -61,7 +61,7 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 @cache
 def meanings(section: type[Section]) -> dict[str, str]:
-    """What is said of each key of a section, and of those that it extends: its description, or the text below it."""
+    """Return the meaning of each key of a section and its base classes: the key's description, or the text below it."""
     texts: dict[str, str] = {}
     for kind in (kind for kind in reversed(section.__mro__) if issubclass(kind, Section)):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -76,7 +76,7 @@ def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, with the meaning of each key."""
     whole, kinds = Config.model_json_schema(), [Section]
     parts = whole["$defs"] | {Config.__name__: whole}
-    for kind in kinds:  # which grows
+    for kind in kinds:  # the list grows
         kinds += kind.__subclasses__()
         properties = parts.get(kind.__name__, {}).get("properties", {})
         for name in meanings(kind).keys() & properties.keys():
@@ -85,7 +85,7 @@ def schema() -> dict[str, Any]:
 
 
 def value_of(field: FieldInfo) -> str:
-    """The default, then the other values, or the type where the default does not show it, and the limits."""
+    """Return the default, then further values, or the type if the default does not show it, and the limits."""
     default = field.get_default(call_default_factory=True)
     limits = [
         f"{sign} {getattr(bound, name):g}"

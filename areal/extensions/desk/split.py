@@ -1,7 +1,7 @@
-"""Splits devices between generation and training, and computes the memory that each needs. Formulas only, no I/O.
+"""Splits devices between generation and training, and computes the memory of both. Formulas only, no I/O.
 
-Rates are completion tokens per second of one device; the work on prompts and on proximal log-probs is included. Memory
-is in bytes per device, lengths are in tokens.
+Rates are completion tokens per second of a single device; the work on prompts and on proximal log-probs is included.
+Memory is in bytes per device, lengths are in tokens.
 """
 
 import math
@@ -21,31 +21,31 @@ from areal.weights.packs import sending_bytes
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GENERATOR_SHARE = TRAINER_SHARE = 0.9
-"""Share of a device's memory for an engine that has the device to itself (vLLM's own default is 0.92), and for
-training, where the rest is lost to fragmentation. Assumed."""
+"""Share of a device's memory for an engine without neighbours on the device (vLLM's own default is 0.92), and for
+training, where fragmentation loses the rest. Assumed."""
 GENERATOR_OTHER, TRAINER_OTHER, HOST_OTHER = 1.5 * GIB, 2 * GIB, 4 * GIB
 """CUDA context and graphs of an engine; CUDA context and NCCL of a rank; host memory of a process with torch and CUDA.
 Assumed."""
 DEVICES_OF_A_HOST = 8
-"""Ranks that share the writing of weights, at most. Assumed."""
+"""The most ranks that share the writing of weights. Assumed."""
 LIVE_PARAMETERS = 10**9
-"""Parameters that DeepSpeed keeps gathered at once under ZeRO 3, at most."""
+"""The most parameters gathered at a time by DeepSpeed under ZeRO 3."""
 LARGE_DEVICE, LARGE_STEP, STEP = 70 * GIB, 16384, 8192
-"""Tokens of a step that vLLM takes for throughput, on a device of so much memory and on smaller ones."""
+"""Tokens of a vLLM step for throughput are LARGE_STEP on a device of LARGE_DEVICE bytes or more, else STEP."""
 TOGETHER = (2, 4, 8)
-"""Values of trainer.sequence_parallel that are tried."""
+"""Values of trainer.sequence_parallel to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model. `trained`: parameters that are, all or those of adapters. `activations`, `checkpointed`: of its
-    layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all experts of a token.
+    """Sizes of a model. `trained`: trained parameters, of the model or of adapters. `activations`, `checkpointed`: of
+    the layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all experts of a token.
     `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters in pinned host
-    memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor. `part`,
-    `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`: those
-    of trained experts that are two matrices in one, which are stored apart, as copies. `heads`: of attention.
-    `experts`, `inner`: parameters of experts, and of what `trainer.tensor_parallel` divides. `chosen`: experts of a
-    token in a layer."""
+    memory, where each tensor takes a power of two. `largest`: parameters of the largest tensor. `part`, `part_tensor`:
+    parameters of the largest module in a layer, such as its experts, and of the largest tensor in it. `merged`:
+    parameters of trained experts with two matrices in one tensor, stored apart as copies. `heads`: attention heads.
+    `experts`, `inner`: parameters of experts, and of matrices divided by `trainer.tensor_parallel`. `chosen`: experts
+    of a token in a layer."""
 
     parameters: int
     trained: int
@@ -71,8 +71,8 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Completion tokens per second of one device while it has work, and lengths in tokens: the longest prompt, the mean
-    completion and the longest completion."""
+    """Completion tokens per second of a busy device, and lengths in tokens: the longest prompt, the mean completion and
+    the longest completion."""
 
     generation_rate: float
     training_rate: float
@@ -88,8 +88,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Memory of one rank, in bytes. `buckets`: of gradients, of parameters gathered under ZeRO 3, and of weights that
-    rank 0 sends to generators. `host`: the rank's host memory, which is not in `total`."""
+    """Memory of a rank, in bytes. `buckets`: buckets of gradients, parameters gathered under ZeRO 3, and weights on
+    their way from rank 0 to generators. `host`: the rank's host memory, not in `total`."""
 
     weights: float
     gradients: float
@@ -107,11 +107,11 @@ class TrainingMemory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the devices. `memory_share`: of a generator's device. `sequences`: sequences of the mean length that
-    one generator can run at once, at most max_concurrent_rollouts; `longest_sequences`: of the greatest length.
-    `generated`, `trained`: tokens/s that generators and trainer can do; `throughput`: the slower of both limits both,
-    and on one device they take turns. `received`: bytes that a rank receives for a micro-batch (`traffic`).
-    `changes`: keys of `trainer` that the plan sets besides."""
+    """A split of the devices. `memory_share`: share of a generator's device. `sequences`: sequences of the mean length
+    at once in a generator, at most max_concurrent_rollouts; `longest_sequences`: sequences of the greatest length.
+    `generated`, `trained`: tokens/s possible for generators and for the trainer; `throughput`: the lower of the two
+    rates or, on a single device, the rate in turns. `received`: bytes received by a rank for a micro-batch (`traffic`).
+    `changes`: further keys of `trainer` in the plan."""
 
     generators: int
     tensor_parallel: int
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The keys of the configuration that this plan sets."""
+        """The configuration keys of the plan, with their values."""
         trainer = {**self.changes, "ranks": self.ranks, "zero_stage": self.zero_stage}
         trainer["gradient_checkpointing"] = f"{self.gradient_checkpointing}".lower()
         generator = {"count": self.generators, "memory_share": self.memory_share}
@@ -149,8 +149,8 @@ class Plan:
 
 
 def row_tokens(config: Config, ranks: int, longest: int) -> int:
-    """Tokens of the longest row that the ranks of a sequence group compute together. longest: of one sequence. A fixed
-    number of micro-batches has no cap: one of them may hold nothing but the longest."""
+    """Return the tokens of the longest row computed by the ranks of a sequence group. longest: tokens of a sequence. A
+    fixed number of micro-batches has no cap: a micro-batch may hold nothing but the longest sequences."""
     trainer = config.trainer
     if not trainer.microbatches:
         return max(trainer.max_tokens_per_microbatch, longest)
@@ -161,19 +161,17 @@ def row_tokens(config: Config, ranks: int, longest: int) -> int:
 def training_memory(
     config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
-    """The memory of one rank. longest: tokens of the longest sequence, its prompt included.
+    """Return the memory of a rank. longest: tokens of the longest sequence, its prompt included.
 
     * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients
       from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
       trained parameter. Gradients are accumulated in fp32; below stage 2 a rank also keeps the bf16 gradients. In fp32
       the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
-      takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
-      a time (assumed). The reference model has weights alone.
-    * Experts that are divided, or tensors, are so at every stage, and ZeRO divides the parts among the ranks that have
-      the same ones.
-    * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
-      both divided among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and
-      what is offloaded.
+      takes nothing and gradients have the weights' type; with `all`, two layers' weights are fetched at a time
+      (assumed). The reference model has only weights.
+    * Experts or tensors are divided at every stage, and ZeRO divides each part among the ranks with the same part.
+    * Host memory: the copies of the published weights, and of the weights in a checkpoint written meanwhile, both divided
+      among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and offloaded states.
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
@@ -197,14 +195,14 @@ def training_memory(
 
 
 def _divided(config: Config, model: ModelSizes) -> int:
-    """The parameters of the weights that `trainer.expert_parallel` or `tensor_parallel` divides."""
+    """Return the number of parameters divided by `trainer.expert_parallel` or `tensor_parallel`."""
     if config.trainer.expert_parallel > 1:
         return model.experts
     return model.inner if config.trainer.tensor_parallel > 1 else 0
 
 
 def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> float:
-    """By how much the parameters of a rank are fewer than the model's. by_zero: whether ZeRO divides them, too."""
+    """Return the model's parameters divided by a rank's parameters. by_zero: whether ZeRO divides them too."""
     trainer, apart = config.trainer, _divided(config, model)
     parts = ranks if by_zero else trainer.expert_parallel * trainer.tensor_parallel
     holders = ranks // trainer.tensor_parallel if by_zero else 1
@@ -212,11 +210,11 @@ def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> fl
 
 
 def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int) -> float:
-    """Bytes that a rank receives for a micro-batch, and for its share of an optimizer step where ZeRO gathers nothing.
+    """Return the bytes received by a rank for a micro-batch, and without ZeRO 3 for its share of an optimizer step.
 
-    ZeRO 3 gathers the weights of a layer forward and backward, and sends fp32 gradients. Experts that are divided over
-    all ranks stay where they are: each token goes to its experts and comes back, and so do gradients. Ranks with parts
-    of tensors sum the hidden states twice in a layer. Passes are done again for checkpointing."""
+    ZeRO 3 gathers the weights of a layer forward and backward, and sends fp32 gradients. Experts divided over all ranks
+    stay in place: each token goes to its experts and comes back, and so do gradients. Ranks with parts of tensors sum
+    the hidden states twice in a layer. Checkpointing repeats a pass."""
     trainer, size = config.trainer, BYTES[config.trainer.dtype]
     tokens, passes = row_tokens(config, ranks, longest) / trainer.sequence_parallel, 3 if checkpointing else 2
     states = size * tokens * model.hidden * model.layers * passes
@@ -230,11 +228,11 @@ def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpoin
 
 
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
-    """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
-    copy in fp32; a tensor of a layer that is larger than the bucket is sent alone. The gradient that is copied exists
-    besides, in the weights' type. At stage 3 DeepSpeed also keeps up to LIVE_PARAMETERS gathered, but never less than a
-    module: the experts of a layer are one, and so are their gradients where one is sent alone. Weights that are sent
-    straight into engines take what `sending_bytes` says."""
+    """Return the bytes of buckets and gathered parameters. DeepSpeed copies gradients into a bucket before it sends
+    them: in fp32, at stage 2 in the weights' type with a copy in fp32. A layer's tensor above the bucket's size is sent
+    alone. The copied gradient exists besides, in the weights' type. At stage 3 DeepSpeed also keeps up to
+    LIVE_PARAMETERS gathered, and at least a module: the experts of a layer are a module, and so are their gradients
+    when sent alone. For weights sent straight into engines `sending_bytes` counts."""
     size, parts = BYTES[config.trainer.dtype], config.trainer.expert_parallel * config.trainer.tensor_parallel
     model = replace(model, part=model.part // parts, part_tensor=model.part_tensor // parts)
     buckets: float = sending_bytes(size * model.largest) if config.weights.direct else 0
@@ -248,9 +246,9 @@ def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float
 
 
 def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: bool, longest: int) -> float:
-    """The most that exists at once, in the backward pass either of the layers (activations.py) or of the
-    output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits at a time, and
-    makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head)."""
+    """Return the peak of the backward pass, in the layers (activations.py) or in the output layer, where the saved
+    activations of all layers still exist. The output layer takes AT_ONCE logits at a time, and makes fp32 gradients of
+    the hidden states and of its weight (areal.training.head)."""
     trainer, layers = config.trainer, model.checkpointed if checkpointing else model.activations
     size = BYTES[trainer.dtype]
     tokens = math.ceil(row_tokens(config, ranks, longest) / trainer.sequence_parallel)
@@ -273,8 +271,8 @@ class Planner:
     device_bytes: float
 
     def plan(self) -> Plan:
-        """The fastest split in which training fits. Raises UserError if training fits in no split. The error names the
-        keys with which training would fit, the least change first."""
+        """Return the fastest split with room for training. Raises UserError if no split has room. The message names the
+        changes of keys that would make training fit, the least change first."""
         if found := self.fastest():
             return found
         if not (splits := self._splits()):
@@ -295,10 +293,10 @@ class Planner:
         )
 
     def fastest(self) -> Plan | None:
-        """The split with the highest throughput among those in which training fits; None if it fits in none.
+        """Return the split with the highest throughput among the splits with room for training, or None.
 
-        Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and
-        is g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must."""
+        Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device does both, at
+        the rate g t / (g + t). Training has the lowest ZeRO stage that fits, with checkpointing if it must."""
         n, share = self.config.generator.tensor_parallel, SHARED if self._alone else GENERATOR_SHARE
         generation, most = self.generation_memory(share), self.config.generator.max_concurrent_rollouts
         *_, room, of_sequence = generation.values()
@@ -314,8 +312,8 @@ class Planner:
         return max(plans, key=lambda split: split.throughput, default=None)
 
     def alternatives(self) -> list[Plan]:
-        """The plans with other keys of `trainer` with which training fits, the least change first. More of a key, or
-        one key more, is left out if it gives no more tokens/s."""
+        """Return the plans with room for training under changed keys of `trainer`, the least change first. A larger
+        value of a key, or a further key, is left out if it gives no more tokens/s."""
         plans: list[Plan] = []
         for changes in self._changes():
             trainer = self.config.trainer.model_copy(update=changes)
@@ -325,11 +323,11 @@ class Planner:
         return plans
 
     def generation_memory(self, share: float = GENERATOR_SHARE) -> dict[str, float]:
-        """Bytes of one device of a generator, of which it has a `share`. The KV of a token is divided among at most as
-        many devices as it has heads. A token of a step takes its hidden states, and three times the width of the MLP,
-        which is divided; a sequence that is sampled its logits and log-probs in fp32.
+        """Return the bytes of a generator's device, by part. share: the generator's share of the device. The KV of a
+        token is divided among at most as many devices as it has heads. A token of a step takes its hidden states, and
+        three times the MLP's divided width; a sampled sequence takes its logits and log-probs in fp32.
 
-        Raises UserError if the weights, or the KV of one sequence, do not fit."""
+        Raises UserError if the weights, or the KV of a single sequence, do not fit."""
         generator, model, longest = self.config.generator, self.model, self.work.sequence
         n, size = generator.tensor_parallel, BYTES[generator.dtype]
         weights = size * model.parameters / n
@@ -350,12 +348,12 @@ class Planner:
 
     @property
     def _alone(self) -> bool:
-        """Whether one device has both a generator and the trainer."""
+        """Whether generator and trainer share a single device."""
         return self.devices == self.config.generator.tensor_parallel == 1
 
     @property
     def _together(self) -> int:
-        """The least number of ranks that compute together: others are multiples of it."""
+        """The least number of ranks that compute together. The number of ranks is a multiple of it."""
         trainer = self.config.trainer
         return math.lcm(trainer.sequence_parallel, trainer.expert_parallel, trainer.tensor_parallel)
 
@@ -365,7 +363,7 @@ class Planner:
         return (TRAINER_SHARE - (SHARED if self._alone else 0)) * self.device_bytes
 
     def _changes(self) -> Iterator[dict[str, Any]]:
-        """Changes to the trainer's settings that take memory from a device, each alone, and then two together."""
+        """Yield changes of the trainer's settings that take memory from a device: single changes, then pairs."""
         trainer, model = self.config.trainer, self.model
         if not trainer.microbatches and self.work.sequence < trainer.max_tokens_per_microbatch:
             yield {"max_tokens_per_microbatch": self.work.sequence}
@@ -377,13 +375,13 @@ class Planner:
             yield {"offload": "all", "zero_stage": 3}
 
     def _splits(self) -> list[tuple[int, int]]:
-        """Numbers of generators and of ranks. Ranks are whole groups that compute together."""
+        """Return pairs of the numbers of generators and ranks. Ranks are whole groups that compute together."""
         n, together = self.config.generator.tensor_parallel, self._together
         pairs = [(count, self.devices - n * count) for count in range(1, (self.devices - 1) // n + 1)]
         return [(count, ranks) for count, ranks in ([(1, 1)] if self._alone else pairs) if not ranks % together]
 
     def _ways(self, ranks: int) -> Iterator[tuple[int, bool, TrainingMemory]]:
-        """ZeRO stage, checkpointing and memory of the ways to train that fit on so many ranks, the cheapest first."""
+        """Yield ZeRO stage, checkpointing and memory of each way to train with `ranks` ranks, cheapest first."""
         trainer = self.config.trainer
         first = 1 if trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
         stages = range(max(first, trainer.zero_stage), 4) if ranks > 1 else [first]

@@ -1,7 +1,7 @@
 """A sweep: the runs of a grid of settings, each by `run.py`.
 
-Its file is a configuration with one more key, `grid`: some keys, each with several values. Every combination of them is
-a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its folder is RUN_DIR/SWEEP/RUN.
+The file of a sweep is a configuration with a further key, `grid`: some keys, each with several values. Each combination
+is a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its folder is RUN_DIR/SWEEP/RUN.
 """
 
 import os
@@ -26,13 +26,13 @@ from areal.config.settings import MAY_CHANGE, differences, is_under
 from areal.storage.disk import replace
 from areal.storage.record import has_begun, has_finished
 
-# The configuration keys that do not change what a run computes.
+# Configuration keys without influence on a run's results.
 OPERATION = ("master", "network", "observe")
 
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One run of a sweep. values: its whole configuration, as a file would have it."""
+    """A run of a sweep. values: the run's whole configuration, as in a file."""
 
     config: Config
     values: dict[str, Any]
@@ -43,7 +43,7 @@ class SweptRun:
 
     @property
     def file(self) -> Path:
-        """The run's configuration."""
+        """The file of the run's configuration."""
         return self.config.run_dir / f"{self.name}.yaml"
 
     @property
@@ -59,20 +59,20 @@ class SweptRun:
         return "finished" if self.finished else "begun" if self.begun else "new"
 
     def arguments(self) -> list[str]:
-        """The arguments of run.py, which resume the run if it has begun."""
+        """Return the arguments of run.py. A run that has begun is resumed."""
         return [*(["--resume", str(self.config.folder)] if self.begun else []), "--config", str(self.file)]
 
     def write(self) -> None:
         """Write the run's configuration."""
         self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace(self.file, write_yaml(self.values), mode=0o600)  # it may hold secrets
+        replace(self.file, write_yaml(self.values), mode=0o600)  # the file may hold secrets
 
 
 def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
-    """The runs of the sweep in `file`, in the order of its grid: the last key changes fastest.
+    """Return the runs of the sweep in `file`, in the order of its grid: the last key changes fastest.
 
-    overrides: changes to all of them; with `name`, the sweep's name in place of the file's. Raises UserError if a run
-    is not possible, or has begun with other settings.
+    overrides: changes to all runs; `name` replaces the file's name as the sweep's name. Raises UserError if a run is
+    not possible, or has begun with different settings.
     """
     values = overridden(read_values(file), overrides)
     grid = values.pop("grid", None)
@@ -91,7 +91,7 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
 
 
 def _check_begun(run: SweptRun) -> None:
-    """Refuse a run that has begun with other settings, if it could not be resumed with these or is over already."""
+    """Refuse a run that has begun with different settings, if it is over or could not resume with the new settings."""
     if not run.begun or not run.file.is_file():
         return
     free = OPERATION if run.finished else MAY_CHANGE
@@ -106,7 +106,7 @@ def _check_begun(run: SweptRun) -> None:
 
 
 def print_commands(runs: Sequence[SweptRun]) -> None:
-    """Write the configurations of all runs, and print a command line for each that is not finished."""
+    """Write the configurations of all runs, and print a command line for each unfinished run."""
     for run in runs:
         run.write()
         if not run.finished:
@@ -114,7 +114,7 @@ def print_commands(runs: Sequence[SweptRun]) -> None:
 
 
 class Sweep:
-    """Does the runs one after another. A signal ends the current run as it would end `run.py`, and then the sweep."""
+    """Does the runs in turn. A signal ends the current run as it would end `run.py`, and then the sweep."""
 
     def __init__(self, runs: Sequence[SweptRun]) -> None:
         self.runs = runs
@@ -122,10 +122,10 @@ class Sweep:
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Do all runs that are not finished. A run that has begun is resumed, and one that fails is told and left.
+        """Do all unfinished runs. A run that has begun is resumed. A failure is reported, and the next run follows.
 
-        Returns the exit code: 0 if now all are finished, 1 if one has failed, 128 and the signal's number if the sweep
-        was told to stop.
+        Returns the exit code: 0 if all runs are finished, 1 if a run has failed, 128 and the signal's number after a
+        signal.
         """
         for sign in stop_signals():
             signal.signal(sign, self._stop)
@@ -150,13 +150,13 @@ class Sweep:
     def _run_process(self, run: SweptRun) -> int:
         if self._signal:
             return 0
-        # With this variable run.py ends with this process. In a session of its own it hears of a Ctrl-C only from here.
+        # SUPERVISED ends run.py with this process. The new session hides a Ctrl-C from run.py: `_stop` passes it on.
         self._process = subprocess.Popen(
             [sys.executable, START, *run.arguments()],
             env=os.environ | {SUPERVISED: str(os.getpid())},
             start_new_session=True,
         )
-        if self._signal:  # before there was a process to tell
+        if self._signal:  # the signal came before the process
             self._process.send_signal(self._signal)
         return self._process.wait()
 

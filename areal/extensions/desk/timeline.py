@@ -1,4 +1,4 @@
-"""The timeline of a run, from its events (areal.storage.events): spans that actors measured, and their activities."""
+"""The timeline of a run, from its events (areal.storage.events): spans measured by actors, and their activities."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 
 from areal.storage.events import GONE
 
-# The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
+# The phases of a step, in the trainer's order. The trainer commits the step after the last phase.
 PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
-# What time is spent on. Pictures have a colour for each.
+# The purposes of spent time. Each purpose has a colour in pictures.
 WORK, WEIGHTS, WAITING = "work", "weights", "waiting"
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """A period in which an actor did something. begin: seconds since 1970."""
+    """A period of an actor's activity. begin: seconds since 1970."""
 
     actor: str
     name: str
@@ -29,7 +29,7 @@ class TimelineSpan:
 
     @property
     def kind(self) -> str:
-        """The name without its first number and all that follows it."""
+        """The name up to its first number."""
         return re.sub(r"\W*\d.*", "", self.name)
 
     @property
@@ -42,7 +42,7 @@ class TimelineSpan:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:
-    """The spans that actors measured themselves."""
+    """Yield the spans measured by actors."""
     for event in events:
         if "span" in event:
             yield TimelineSpan(event["actor"], event["span"], event["time"], event["seconds"])
@@ -51,8 +51,8 @@ def spans(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:
 def measured(
     events: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], times: Sequence[float]
 ) -> list[TimelineSpan]:
-    """The spans that actors measured themselves. If those of the trainer are not recorded, they are reconstructed from
-    the seconds of each phase in `steps`, such that the last phase of a step ends at its commit."""
+    """Return the spans measured by actors. If the trainer's spans are not recorded, they are reconstructed from the
+    seconds of each phase in `steps`: the last phase of a step ends at its commit."""
     recorded = list(spans(events))
     if any(span.actor.startswith("trainer") for span in recorded):
         return recorded
@@ -67,7 +67,7 @@ def measured(
 
 
 def activities(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:
-    """The activities that actors reported. Each lasts from its first report until the actor reports another."""
+    """Yield the activities reported by actors. Each lasts from its first report until the actor's next activity."""
     since: dict[str, tuple[float, str]] = {}
     end = 0.0
     for event in events:

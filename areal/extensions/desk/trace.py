@@ -1,7 +1,7 @@
-"""Writes a run as trace.json, in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Writes a run as trace.json, in the Trace Event Format of Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Every actor is a process of the trace. Its first row has the activities that it reported, the rows below have the spans
-that it measured itself, and its numbers are counters. The process `run` has the steps and the evaluations.
+Every actor is a process of the trace. The first row has the actor's reported activities, the rows below have its
+measured spans, and its numbers are counters. The process `run` has the steps and the evaluations.
 """
 
 import json
@@ -21,9 +21,9 @@ from areal.storage.record import Record
 
 RUN = "run"
 ORDER = (RUN, "master", *ROLES)
-# The row of the activities that an actor reports. The spans that it measured are in the rows below.
+# The row of an actor's reported activities. The rows below have its measured spans.
 ACTIVITIES = 0
-# Spans that follow each other may seem to overlap by this much.
+# Consecutive spans may seem to overlap by this much.
 CLOCK_SECONDS = 0.02
 
 
@@ -35,7 +35,7 @@ def write_trace(options: Namespace) -> None:
 
 
 def trace_events(run: Record) -> list[dict[str, Any]]:
-    """Spans ("X"), counters ("C") and names ("M"); times in microseconds since the first of them."""
+    """Return spans ("X"), counters ("C") and names ("M"), with times in microseconds since the earliest time."""
     measured = [*steps(run), *timeline.measured(run.events, run.records, run.times)]
     activities = list(timeline.activities(run.events))
     counters = [*step_counters(run), *actor_counters(run.events)]
@@ -58,7 +58,7 @@ def trace_events(run: Record) -> list[dict[str, Any]]:
 
 
 def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> Iterator[dict[str, Any]]:
-    """The trace events of a row, in the order of time. A span that overlaps the one before begins at its end."""
+    """Yield the trace events of a row, in the order of time. A span that overlaps the span before begins at its end."""
     end = 0
     for span in spans:
         begin = max(end, _microseconds(span.begin - zero))
@@ -75,7 +75,7 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
 
 
 def steps(run: Record) -> Iterator[TimelineSpan]:
-    """One span per step, from commit to commit at most, and one of no length per evaluation, at its result."""
+    """Yield a span for each step, at most from commit to commit, and an empty span for each evaluation's result."""
     previous = -math.inf
     for record, end in zip(run.records, run.times, strict=True):
         seconds = min(record.get("step_seconds", 0.0), end - previous)
@@ -102,7 +102,7 @@ def step_counters(run: Record) -> Iterator[Counter]:
 
 
 def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:
-    """Every number of the heartbeats. Numbers that only grow (TOTALS) are given as their increase per second."""
+    """Yield every number of the heartbeats. A growing total (TOTALS) becomes its increase per second."""
     totals: dict[tuple[str, str], tuple[float, float]] = {}
     for event in events:
         for name, value in (event.get("stats") or {}).items():
@@ -117,8 +117,8 @@ def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:
 
 
 def _rows(spans: Iterable[TimelineSpan]) -> Iterator[tuple[int, list[TimelineSpan]]]:
-    """Each row of an actor, with its number and its spans in the order of time. Viewers show a span that begins during
-    another span of its row as a part of it, so kinds of spans share a row only if none of them overlap."""
+    """Yield each row of an actor, with its number and its spans in the order of time. Viewers nest a span that begins
+    during another span of its row, so kinds of spans share a row only if none of them overlap."""
     kinds: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.begin):
         kinds[span.kind].append(span)
@@ -136,7 +136,7 @@ def _rows(spans: Iterable[TimelineSpan]) -> Iterator[tuple[int, list[TimelineSpa
 
 
 def _chain(spans: Iterable[TimelineSpan]) -> tuple[list[TimelineSpan], list[TimelineSpan]]:
-    """As many spans as possible that do not overlap, and the other spans."""
+    """Return as many spans as possible without overlaps, and the remaining spans."""
     chain: list[TimelineSpan] = []
     overlapping: list[TimelineSpan] = []
     for span in sorted(spans, key=lambda span: span.end):
