@@ -10,7 +10,7 @@ from areal.config.section import Section
 
 
 class NodesConfig(Section):
-    """Nodes of one kind."""
+    """Nodes of the same kind."""
 
     count: int = Field(1, ge=1, description="number of nodes")
     devices: int = Field(ge=0, description="GPUs of a node; with cluster.device=cpu, its trainer ranks and engines")
@@ -24,15 +24,15 @@ class NodesConfig(Section):
 
 
 class ClusterConfig(Section):
-    """`areal launch` places the run on these nodes, and starts it there."""
+    """The nodes on which `areal launch` places and starts the run."""
 
     nodes: dict[str, NodesConfig] = Field(min_length=1)
-    """nodes by the name of their kind, such as {gpu: {count: 2, devices: 8}}. The master is on the first one"""
+    """nodes by the name of their kind, such as {gpu: {count: 2, devices: 8}}. The first node has the master"""
     device: Literal["gpu", "cpu"] = Field("gpu", description="what the engines and the trainer compute on")
     queue: str | None = None
     """Slurm's partition, or Kueue's local queue; null: the default partition, or no queue"""
     time: int | str | None = None
-    """Slurm's time limit, such as 24:00:00, or minutes; null: that of the partition"""
+    """Slurm's time limit, such as 24:00:00, or minutes; null: the partition's limit"""
     image: str | None = None
     """container image. Slurm: a file .sif for apptainer, or a name for pyxis; Kubernetes and SkyPilot: a name"""
     mounts: list[str] = Field(default_factory=list, description="folders that a container on Slurm sees, as they are")
@@ -42,7 +42,7 @@ class ClusterConfig(Section):
     resources: dict[str, int] = Field(default_factory=dict)
     """Kubernetes: resources of a pod with all devices of a node, such as {rdma/hca_shared_devices_a: 1}"""
     environment: dict[str, str | None] = Field(default_factory=dict)
-    """variables of all roles; null: its value where `areal launch` is called"""
+    """variables of all roles; null: the value in the environment of `areal launch`"""
     options: list[str] = Field(default_factory=list, description="further options of sbatch, such as --account=NAME")
     setup: str | None = Field(None, description="shell commands that every node does first, such as `module load cuda`")
     start_seconds: float = Field(600.0, gt=0, description="Ray: how long a launch waits for room for all processes")

@@ -1,4 +1,4 @@
-"""The jobs of launched runs: `job.json` in RUN_FOLDER/launch names the target that has the run, and the job there."""
+"""The jobs of launched runs: `job.json` in RUN_FOLDER/launch names the run's target, and the job there."""
 
 import json
 import sys
@@ -18,12 +18,12 @@ from areal.storage.run_folder import read_summary
 
 FOLDER, FILE = "launch", "job.json"
 LOOK_SECONDS = 1.0
-# What a job may take to end beyond `master.drain_seconds`.
+# Seconds for the end of a job beyond `master.drain_seconds`.
 STOP_SECONDS = 120.0
 
 
 class ClusterJob(NamedTuple):
-    """folder: of the run. target: its name. name: that of the job at the target."""
+    """The job of a launched run. folder: the run's folder. target: a target's name. name: the target's job name."""
 
     folder: Path
     target: str
@@ -31,7 +31,7 @@ class ClusterJob(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> "ClusterJob | None":
-        """The job of the run in a folder; None if it was not launched."""
+        """Return the job of the run in a folder, or None if the run was not launched."""
         try:
             values = json.loads((folder / FOLDER / FILE).read_text())
             return cls(folder, values["target"], values["job"])
@@ -47,7 +47,7 @@ class ClusterJob(NamedTuple):
 
     @property
     def status(self) -> str:
-        """What the scheduler says of it; empty once it is over."""
+        """The scheduler's words for the job's state; empty after the job's end."""
         return self.owner.status(self.name)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class ClusterJob(NamedTuple):
 
 
 def jobs_in(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
-    """For `areal ps`: run folder, job and state of the launched runs in a folder that are not over."""
+    """For `areal ps`: yield run folder, job and state of the unfinished launched runs in a folder."""
     for file in sorted(run_dir.glob(f"*/{FOLDER}/{FILE}")):
         if job := ClusterJob.of(file.parents[1]):
             try:
@@ -67,7 +67,7 @@ def jobs_in(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def stop(folder: Path) -> int | None:
-    """For `areal stop`: stop the launched run in a folder. Returns the exit status; None if no job of it goes on."""
+    """For `areal stop`: stop the launched run in a folder. Returns the exit status, or None if the run has no job."""
     if not (job := ClusterJob.of(folder.resolve())) or not job.status:
         return None
     print(f"The job {job} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)

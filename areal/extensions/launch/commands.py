@@ -1,4 +1,4 @@
-"""The tool that starts a run on a cluster."""
+"""The command `areal launch`, which starts a run on a cluster."""
 
 from areal.base import extensions
 from areal.base.command_line import OVERRIDES, RoomTools

@@ -1,9 +1,9 @@
 """The nodes of a job meet before anything starts, as a program on each node: FOLDER NODE NODES HEAD PORT.
 
-Node 0 writes a file into FOLDER/gang, which all nodes have to see, and listens. Each other node connects to it at HEAD,
-compares clocks, and is connected to in turn: actors listen on ports that are free. Then node 0 writes FOLDER/address
-(tcp://HOST:PORT, for the master) and FOLDER/hosts (a line for each node). Whatever fails is one sentence on standard
-error, and the exit code 2.
+Node 0 listens, and writes a file into FOLDER/gang, visible to all nodes. Each other node connects to node 0 at HEAD and
+compares clocks, and node 0 connects back, since actors listen on free ports. Then node 0 writes FOLDER/address
+(tcp://HOST:PORT, for the master) and FOLDER/hosts (a line for each node). A failure prints a sentence to standard
+error, and gives the exit code 2.
 """
 
 import json
@@ -19,10 +19,10 @@ from areal.base.errors import UserError, explain
 from areal.storage.disk import replace
 
 SECONDS = 120.0
-"""How long nodes wait for each other: Slurm starts steps of an allocation within a minute, images take longer."""
+"""Seconds for which nodes wait for each other: Slurm starts all steps within a minute, images take longer."""
 CONNECT_SECONDS, LOOK_SECONDS = 10.0, 0.2
 CLOCK_SECONDS = 5.0
-"""Most that two clocks may differ, besides the time that the question takes."""
+"""The largest difference between two clocks, besides the time for asking."""
 MOST_BYTES = 4096
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 GANG, HEAD, ADDRESS, HOSTS = "gang", "head.json", "address", "hosts"
@@ -59,7 +59,7 @@ def _lead(folder: Path, nodes: int, port: int, until: float) -> None:
 
 
 def _greet(link: socket.socket, token: str, hosts: dict[int, str]) -> None:
-    """Answer one node: connect to it, and note its address and the one at which it reached this node."""
+    """Answer a node: connect to it, and note its address and the address at which it reached this node."""
     link.settimeout(CONNECT_SECONDS)
     hello = _receive(link)
     if hello.get("token") != token:
@@ -95,7 +95,7 @@ def _follow(folder: Path, node: int, head: str, until: float) -> None:
 
 
 def _head_facts(folder: Path, node: int, until: float) -> dict[str, Any]:
-    """What node 0 has written, once it is there. Files of an earlier start are removed by the job before this."""
+    """Return node 0's file once it is there. The job has removed the files of an earlier start before."""
     while time.monotonic() < until:
         try:
             facts: dict[str, Any] = json.loads((folder / GANG / HEAD).read_text())
@@ -109,7 +109,7 @@ def _head_facts(folder: Path, node: int, until: float) -> dict[str, Any]:
 
 
 def _ask(address: tuple[str, int], hello: dict[str, Any], boot: str, node: int, until: float) -> dict[str, Any]:
-    """Say hello to node 0, again until it answers. Raises UserError."""
+    """Say hello to node 0 until it answers. Raises UserError."""
     with explain(
         OSError, f"Node {node} does not know the name {address[0]} of node 0 ({{strerror}}): correct its DNS."
     ):
@@ -142,7 +142,7 @@ def _receive(link: socket.socket) -> dict[str, Any]:
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, or a free one if another process of the host has it: another run's master."""
+    """Return the port, or a free port if another process of the host, such as another run's master, has it."""
     for candidate in (port, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""The target `kubernetes`: a JobSet, with a replicated job for each role, and what its pods need.
+"""The target `kubernetes`: a JobSet, with a replicated job for each role, and the needs of its pods.
 
-JobSet gives the pods names under a headless service. The master's job decides when the set is complete. A killed pod is
-started again by its job; if a job gives up, the whole set is made anew, and the run resumes. With cluster.queue, Kueue
+JobSet gives the pods names under a headless service. The end of the master's job completes the set. A job starts a
+killed pod again; if a job gives up, JobSet makes the whole set anew, and the run resumes. With cluster.queue, Kueue
 admits all pods at once, or none.
 """
 
@@ -22,7 +22,7 @@ from areal.extensions.launch.targets import Launch
 MANIFEST = "jobset.yaml"
 RUNS, KEYS, FILES = "/areal/runs", "/keys", "/launch"
 COMMAND_SECONDS = 120.0
-# What a pod has to end beyond `master.drain_seconds`.
+# Seconds for the end of a pod beyond `master.drain_seconds`.
 GRACE_SECONDS = 15
 RESTARTS, PODS_RESTARTED = 20, 100
 GPU, QUEUE = "nvidia.com/gpu", "kueue.x-k8s.io/queue-name"
@@ -36,7 +36,7 @@ REFUSALS = {
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what is there twice, twice."""
+    """Writes repeated values in full, without YAML's references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -88,7 +88,7 @@ class Kubernetes:
 
 
 def _kubectl(*words: str, text: str | None = None) -> str:
-    """What kubectl prints. text: its input. Raises UserError."""
+    """Return the output of kubectl. text: its input. Raises UserError."""
     result = call(
         "kubectl",
         *words,
@@ -105,12 +105,12 @@ def _kubectl(*words: str, text: str | None = None) -> str:
 
 
 def name_of(launch: Launch) -> str:
-    """The name of the set: that of the run as Kubernetes takes it, short enough for the names of pods."""
+    """Return the name of the set: the run's name in Kubernetes' letters, short enough for the names of pods."""
     return f"areal-{re.sub('[^a-z0-9]+', '-', launch.config.name.lower())[:30]}".strip("-")
 
 
 def documents(launch: Launch) -> Iterator[dict[str, Any]]:
-    """All that is applied, but the secret with the configuration and the keys."""
+    """Yield all documents to apply, except the secret with the configuration and the keys."""
     name, selected = name_of(launch), {"matchLabels": {"areal": name_of(launch)}}
     network = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     peers = [{"podSelector": selected}]
@@ -143,7 +143,7 @@ def documents(launch: Launch) -> Iterator[dict[str, Any]]:
 def _job_set(launch: Launch) -> dict[str, Any]:
     queue = {"labels": {QUEUE: launch.cluster.queue}} if launch.cluster.queue else {}
     jobs = [_job(launch, "master", []), *(_job(launch, *job) for job in _jobs(launch))]
-    # The exit codes 1 and 2 of the master: the run failed, or something has to be changed.
+    # The exit codes 1 and 2 of the master: the run failed, or the user has to change something.
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -159,7 +159,7 @@ def _job_set(launch: Launch) -> dict[str, Any]:
 
 
 def _jobs(launch: Launch) -> Iterator[tuple[str, list[Process]]]:
-    """The jobs besides the master's: their names, and the process of each pod."""
+    """Yield the jobs besides the master's: the name, and the process of each pod."""
     jobs: dict[str, list[Process]] = {}
     for process in launch.placement.processes:
         name = process.name.replace("_", "-").lower()
@@ -182,8 +182,8 @@ def _job(launch: Launch, name: str, processes: list[Process]) -> dict[str, Any]:
 
 
 def _pod(launch: Launch, name: str, processes: list[Process]) -> dict[str, Any]:
-    """The pods of a job. Those with the sandbox are in a user namespace (Kubernetes 1.33, Linux 6.3), where network
-    file systems cannot be mounted; all others meet the Pod Security Standard `restricted`."""
+    """Return the pods of a job. Pods with the sandbox are in a user namespace (Kubernetes 1.33, Linux 6.3), where
+    network file systems cannot be mounted; all other pods meet the Pod Security Standard `restricted`."""
     kind = launch.placement.nodes[processes[0].node if processes else 0].kind
     sandbox = _has_sandbox(launch, processes[0].role if processes else name)
     mounts: dict[str, Any] = {KEYS: {"secret": _secret(launch, "keys.json")}}
@@ -215,7 +215,7 @@ def _secret(launch: Launch, key: str) -> dict[str, Any]:
 
 
 def _has_sandbox(launch: Launch, role: str) -> bool:
-    """Whether a role runs what a model wrote."""
+    """Return whether a role runs programs written by a model."""
     config = launch.config
     runs = {"reward": "code" in config.rewards, "rollout_manager": config.rollout_manager.workflow == "python_tool"}
     return runs.get(role, False)
@@ -247,7 +247,7 @@ def _container(launch: Launch, name: str, processes: list[Process], sandbox: boo
 
 
 def _probes(health: list[str]) -> dict[str, Any]:
-    """The master may first have to download the model. The roles are watched by the master itself."""
+    """Return probes of the master, which may first download the model. The master itself watches the roles."""
     probe = {"exec": {"command": ["sh", "-c", " ".join(health).replace("$(POD_IP)", "$POD_IP")]}, "timeoutSeconds": 60}
     return {
         "startupProbe": probe | {"periodSeconds": 10, "failureThreshold": 180},
@@ -256,7 +256,7 @@ def _probes(health: list[str]) -> dict[str, Any]:
 
 
 def _resources(launch: Launch, processes: list[Process]) -> dict[str, Any]:
-    """Devices of a pod. One that has all devices of a node also gets what cluster.resources names, such as RDMA."""
+    """Return a pod's devices. A pod with all devices of a node also gets cluster.resources, such as RDMA."""
     devices = len(processes[0].devices) if processes else 0
     if not devices or launch.cluster.device == "cpu":
         return {"requests": ANY}

@@ -47,9 +47,9 @@ def launch(options: Namespace) -> int:
 
 
 def plan(file: str, overrides: list[str]) -> Launch:
-    """The launch that a configuration asks for. Raises UserError."""
+    """Return the launch of a configuration. Raises UserError."""
     config: Config = load_config(file, overrides)
-    if has_begun(config.folder):  # the run goes on, with what may change
+    if has_begun(config.folder):  # the run goes on: only some keys may change
         configuration_to_resume(config.folder, Path(file), overrides)
     if not config.cluster:
         raise UserError(f"{file} has no section cluster, which says on which nodes the run starts: areal docs deploy.")
@@ -58,7 +58,7 @@ def plan(file: str, overrides: list[str]) -> Launch:
 
 
 def submit(planned: Launch, name: str, target: Target, files: dict[str, str]) -> ClusterJob:
-    """Write the folder of the launch, and submit it. If that fails, no new folder is left. Raises UserError."""
+    """Write the folder of the launch, and submit it. A failure leaves no new folder. Raises UserError."""
     if (earlier := ClusterJob.of(planned.run_folder)) and (status := earlier.status):
         raise UserError(f"The run in {planned.config.folder} is launched already ({earlier}: {status}): areal stop it.")
     new = [folder for folder in (planned.run_folder, planned.folder) if not folder.exists()]
@@ -74,7 +74,7 @@ def submit(planned: Launch, name: str, target: Target, files: dict[str, str]) ->
 
 
 def write(planned: Launch, files: dict[str, str]) -> None:
-    """Write what the nodes need into the folder of the launch, for this user's eyes alone."""
+    """Write the files for the nodes into the folder of the launch, readable for this user alone."""
     planned.run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     planned.folder.mkdir(mode=0o700, exist_ok=True)
     replace(planned.folder / CONFIG, write_yaml(planned.config.model_dump(mode="json")), mode=0o600)

@@ -1,7 +1,7 @@
 """The master of a launched run, as a program: FOLDER ADDRESS [RUN_FOLDER].
 
-It starts the run whose launch is in FOLDER, or resumes it if it has begun; it listens at ADDRESS, tcp://HOST:PORT. The
-run folder is the one around FOLDER, if none is given.
+The program starts the run of the launch in FOLDER, or resumes the run, and listens at ADDRESS, tcp://HOST:PORT. The run
+folder is the parent of FOLDER by default.
 """
 
 import os
@@ -16,7 +16,7 @@ CONFIG = "run.yaml"
 
 
 def words_of(folder: Path, address: str, run: Path) -> list[str]:
-    """The words of `run.py` that start or resume the run."""
+    """Return the words of `run.py` that start or resume the run."""
     resume = ["--resume", str(run)] if (run / JOURNAL).exists() else []
     place = [f"master.address={address}", f"run_dir={run.parent}", f"name={run.name}"]
     return ["--role", "master", *resume, "--config", str(folder / CONFIG), *place]

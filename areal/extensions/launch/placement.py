@@ -1,8 +1,8 @@
-"""Which processes of a run start on which node, with which devices. Computed from the configuration alone, no I/O.
+"""The placement of a run's processes on nodes and devices. Computed from the configuration alone, no I/O.
 
-The trainer has the first devices: those of one node, or as many of each of the fewest nodes that have enough.
-Generators and scorers follow, each on one node. Roles without devices go round the nodes, from node 0 on, where the
-master and the evaluator are, too: the run needs that node in any case.
+The trainer has the first devices, on one node or in equal parts on the fewest nodes. Generators and scorers follow,
+each on a single node. Roles without devices go round the nodes, from node 0 on. Node 0 also has the master and the
+evaluator: the run needs this node in any case.
 
 >>> from areal.config import load_config
 >>> nodes = ClusterConfig(nodes={"gpu": {"count": 2, "devices": 8}})
@@ -24,7 +24,7 @@ from areal.extensions.launch.cluster import ClusterConfig
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """number: from 0, over all kinds. devices: how many it has."""
+    """A node. number: from 0, over all kinds. devices: the number of its devices."""
 
     number: int
     kind: str
@@ -37,8 +37,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A role on a node. devices: their numbers on the node; of the trainer, one for each of its ranks there. options:
-    of `areal run --role`, besides the role and the master."""
+    """A role on a node. devices: numbers of devices of the node; a trainer has a device for each rank on the node.
+    options: further options of `areal run --role`."""
 
     role: str
     node: int
@@ -47,27 +47,27 @@ class Process:
 
     @property
     def name(self) -> str:
-        """Its role, and the values of its options: `scorer-wise`. Processes of one name are alike."""
+        """The role, and the values of its options: `scorer-wise`. Processes with equal names are alike."""
         return "-".join((self.role, *self.options[1::2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """device: `gpu` or `cpu`, what the numbers of devices stand for."""
+    """All nodes and processes. device: `gpu` or `cpu`, the meaning of the devices' numbers."""
 
     nodes: tuple[Node, ...]
     processes: tuple[Process, ...]
     device: str
 
     def of(self, role: str) -> list[Process]:
-        """The processes of a role, by node. Of the trainer: one for each of its nodes."""
+        """Return the processes of a role, by node. The trainer has a process for each of its nodes."""
         return [process for process in self.processes if process.role == role]
 
     def on(self, node: int) -> list[Process]:
         return [process for process in self.processes if process.node == node]
 
     def table(self) -> Table:
-        """Which role runs where, and what is idle."""
+        """Return a table of the roles and the idle devices of each node."""
         table = Table("node", "kind", "role", "devices", box=None)
         for node in self.nodes:
             here = self.on(node.number)
@@ -91,7 +91,7 @@ def _numbers(devices: tuple[int, ...]) -> str:
 
 @dataclass
 class _Room:
-    """The devices of each node that are free."""
+    """The free devices of each node."""
 
     nodes: tuple[Node, ...]
     taken: dict[int, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Room:
         return [node for node in self.nodes if node.takes(role) and self.free(node) >= count]
 
     def next_node(self, role: str) -> Node:
-        """A node for a role without devices: each in its turn, from the first on. Raises UserError."""
+        """Return a node for a role without devices: the nodes take turns, from the first on. Raises UserError."""
         nodes = [node for node in self.nodes if node.takes(role)]
         if not nodes:
             raise UserError(f"No node of cluster.nodes takes the role {role}: add it to the roles of a kind.")
@@ -118,7 +118,7 @@ class _Room:
 
 
 def place(config: Config, cluster: ClusterConfig) -> Placement:
-    """Place all processes that a run starts but its master. Raises UserError if the nodes have too few devices."""
+    """Place all processes of a run but its master. Raises UserError if the nodes have too few devices."""
     if config.colocate:
         raise UserError("colocate=true shares the devices of one machine: leave it out, or start the run by areal run.")
     nodes = tuple(_nodes(cluster))
@@ -151,7 +151,7 @@ def _placed(role: Role, config: Config, room: _Room) -> Iterator[Process]:
 
 
 def _ranks(ranks: int, room: _Room) -> Iterator[Process]:
-    """As many ranks on each of the fewest nodes: torchrun starts as many everywhere."""
+    """Yield equal numbers of ranks on the fewest nodes: torchrun starts equal numbers everywhere."""
     for count in range(1, ranks + 1):
         nodes = [] if ranks % count else room.with_room("trainer", ranks // count)
         if len(nodes) >= count > 0:

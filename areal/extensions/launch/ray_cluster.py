@@ -1,7 +1,7 @@
 """The target `ray`: a run in the Ray cluster of this machine, or at RAY_ADDRESS.
 
-A detached actor of Ray (`ray_run.py`) keeps the run, so no process of this machine has to go on. `ray job submit --
-python -m areal launch ray run.yaml` does the same from elsewhere.
+A detached actor of Ray (`ray_run.py`) keeps the run, so all processes of this machine may end. `ray job submit --
+python -m areal launch ray run.yaml` does the same from another machine.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from areal.extensions.launch.ray_plan import ADDRESS, LOG, PLAN, RENDEZVOUS, STO
 from areal.extensions.launch.targets import Launch
 
 NAMESPACE = "areal"
-# How long Ray may take to answer, and to start an actor.
+# Seconds for an answer of Ray, and for the start of an actor.
 ANSWER_SECONDS, ACTOR_SECONDS = 20.0, 120.0
 LOOK_SECONDS = 0.5
 
@@ -56,7 +56,7 @@ class RayCluster:
         try:
             return _answer(actor, ANSWER_SECONDS)[0]
         except UserError as error:
-            # It ends itself with its run.
+            # The actor ends itself with its run.
             return "" if _actor(job) is None else str(error)
 
     def logs(self, launch: Launch, job: str) -> str:
@@ -70,7 +70,7 @@ class RayCluster:
 
 
 def start(actor: type, folder: Path, job: str, node: str) -> Any:
-    """Start the actor of a run, on this node of Ray if it can be there. It outlives this process."""
+    """Start the actor of a run, if possible on this node of Ray. The actor outlives this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -80,7 +80,7 @@ def start(actor: type, folder: Path, job: str, node: str) -> Any:
 
 
 def connected() -> Any:
-    """Ray, connected to the cluster. Raises UserError."""
+    """Return the module ray, connected to the cluster. Raises UserError."""
     try:
         import ray
     except ImportError as error:
@@ -90,7 +90,7 @@ def connected() -> Any:
         try:
             _knock(address)
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # ray raises many
+        except Exception as error:  # ray raises many types
             if "ersion mismatch" in str(error):
                 why = " ".join(str(error).split())
                 raise UserError(f"{why}: install the same versions of Ray and Python as the cluster has.") from None
@@ -103,14 +103,14 @@ def connected() -> Any:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError if nothing listens at HOST:PORT: Ray would wait for minutes."""
+    """Raise OSError if nothing listens at HOST:PORT: Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
 
 
 def _actor(job: str) -> Any:
-    """The actor of a run; None if there is none."""
+    """Return the actor of a run, or None."""
     import ray
 
     try:
@@ -120,7 +120,7 @@ def _actor(job: str) -> Any:
 
 
 def _answer(actor: Any, seconds: float) -> tuple[str, str]:
-    """What the actor of a run does, and why it could not begin. Raises UserError if it does not say."""
+    """Return the state of a run's actor, and the reason of a failed start. Raises UserError without an answer."""
     import ray
 
     try:
@@ -139,7 +139,7 @@ def _answer(actor: Any, seconds: float) -> tuple[str, str]:
 
 
 def _until_placed(actor: Any, seconds: float) -> None:
-    """Wait until the run has all its nodes. Raises UserError if it does not get them."""
+    """Wait until the run has all its nodes. Raises UserError if the run does not get them."""
     until = time.monotonic() + seconds
     while True:
         state, failure = _answer(actor, max(1.0, until - time.monotonic()))

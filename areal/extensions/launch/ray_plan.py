@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster have to know of a launch, and the files in its folder by which they know it."""
+"""The plan of a launch for the nodes of a Ray cluster, and the names of the files in the launch's folder."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PLAN, LOG, STOP, ADDRESS, RENDEZVOUS = "ray.json", "ray.log", "stop", "address",
 
 
 def plan_of(launch: Launch) -> dict[str, Any]:
-    """What the nodes have to know of a launch, as JSON."""
+    """Return the facts of a launch for all nodes, as JSON values."""
     leads = launch.placement.of("trainer")[:1]
     processes = [
         {

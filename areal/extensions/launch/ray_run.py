@@ -1,21 +1,21 @@
-"""What runs on the nodes of a Ray cluster: an actor of Ray for the run, and a task of Ray for each of its processes.
+"""The run on the nodes of a Ray cluster: an actor of Ray for the run, and a task of Ray for each of its processes.
 
     RayRun (a detached actor)     a placement group with a bundle for each process, a task in each bundle, the end
       keep_process (a task)       starts the process as `run.py --role` does, and again when it dies
 
-Ray gets all bundles or none. A bundle is on one node, as are a trainer's ranks there; bundles are spread over nodes.
+Ray gets all bundles or none. A bundle is on a single node, also for several ranks. Bundles are spread over nodes.
 
 | lost | what follows |
 |---|---|
-| a process | its task starts it again there |
-| a node, or a worker of Ray | Ray places bundle and task anew, on a node that has room or comes; leases expire |
+| a process | its task starts the process again on the node |
+| a node, or a worker of Ray | Ray places bundle and task anew once a node has room for them; leases expire |
 | the node of the master | as before; the master resumes the run, and its new address is in the folder (*) |
-| the node of the actor | all tasks end with it; the actor begins anew, and the run resumes |
+| the node of the actor | all tasks end with the actor; the actor begins anew, and the run resumes |
 
-(*) The tasks of the other processes look at the address there, and start their processes again when it has changed.
+(*) The tasks of all further processes read the address there, and start their processes again after a change.
 
 Folder RUN_FOLDER/launch: `ray.json` has the processes, `address` and `rendezvous` say where master and trainer are now,
-`stop` ends the run, `output/` has what processes print, `ray.log` what the actor says. Only texts and numbers pass Ray.
+`stop` ends the run, `output/` has the processes' output, `ray.log` the actor's. Only texts and numbers pass Ray.
 """
 
 import json
@@ -42,11 +42,11 @@ from areal.extensions.launch.ray_plan import ADDRESS, LOG, PLAN, RENDEZVOUS, STO
 from areal.storage.disk import replace
 
 LOOK_SECONDS, RESTART_SECONDS = 1.0, 5.0
-# A process that dies so often in a row, each time within STEADY_SECONDS of its start, ends the run.
+# So many deaths in a row, each within STEADY_SECONDS of the process's start, end the run.
 DEATHS, STEADY_SECONDS = 5, 60.0
-# What a process has to leave when its master has moved, and what all have when the master has ended.
+# Seconds for a process to leave after its master has moved, and for all processes after the master's end.
 LEAVE_SECONDS, END_SECONDS = 10.0, 20.0
-# How long an actor whose run was not placed waits to be asked why.
+# Seconds for which the actor of an unplaced run waits for a question about the reason.
 ASKED_SECONDS = 60.0
 MOVED = "moved"
 
@@ -54,7 +54,7 @@ Plan = dict[str, Any]
 
 
 def plan_in(folder: Path) -> Plan:
-    """The plan of a launch. Raises UserError if this node does not see it."""
+    """Return the plan of a launch. Raises UserError if this node does not see the folder."""
     try:
         plan: Plan = json.loads((folder / PLAN).read_text())
     except OSError:
@@ -65,7 +65,7 @@ def plan_in(folder: Path) -> Plan:
 
 @ray.remote(max_retries=-1)
 def keep_process(folder: str, number: int) -> tuple[int, str]:
-    """Keep a process of the plan until it is over. Returns its exit code, and a sentence if that ends the run."""
+    """Keep a process of the plan until its end. Returns its exit code, and a sentence if the run has to end."""
     try:
         return KeptProcess(Path(folder), number).keep()
     except UserError as error:
@@ -101,14 +101,14 @@ class KeptProcess:
             time.sleep(RESTART_SECONDS)
 
     def _announce(self) -> None:
-        """Say where the master is, or the first node of the trainer, for all other processes."""
+        """Write the master's address, or the trainer's first node, for all other processes."""
         if self._process["name"] == "master":
             replace(self._folder / ADDRESS, f"tcp://{self._host}:{free_port('', self._port)}")
         elif self._process["leads"]:
             replace(self._folder / RENDEZVOUS, f"{self._host}:{free_port('', self._rendezvous_port)}")
 
     def _places(self) -> dict[str, str] | None:
-        """The addresses for which variables of the command stand, as they are now; None until they are there."""
+        """Return the present addresses for the variables in the command, or None before they are there."""
         command = " ".join(self._process["command"])
         names = [name for name in (ADDRESS, RENDEZVOUS) if f"${name}" in command]
         with suppress(FileNotFoundError):
@@ -150,19 +150,19 @@ class KeptProcess:
         return code
 
     def _environment(self) -> dict[str, str]:
-        """Of the process, which is no worker of Ray. Ray sets OMP_NUM_THREADS, but the run has settings for threads.
-        The devices are those of the bundle, whatever CUDA_VISIBLE_DEVICES is here."""
+        """Return the environment of the process, which is no worker of Ray. Ray sets OMP_NUM_THREADS, but the run has
+        settings for threads. The devices are the bundle's, for any CUDA_VISIBLE_DEVICES here."""
         devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "OMP_NUM_THREADS"}
         return {**inherited, **self._settings, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
     def _refusal(self, code: int) -> str:
-        """A sentence if something that the user supplied has to be changed."""
+        """Return a sentence if the user has to change something, else ""."""
         return f"{self._process['name']} was refused: {last_words(self._output)}" if code == 2 else ""
 
 
 class RayRun:
-    """A launched run in a Ray cluster, with the launch in `folder`. It ends itself after the run."""
+    """A launched run in a Ray cluster, with the launch in `folder`. The actor ends itself after the run."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._folder, self._name = Path(folder), name
@@ -172,7 +172,7 @@ class RayRun:
         threading.Thread(target=self._drive, daemon=True).start()
 
     def state(self) -> tuple[str, str]:
-        """What it does, and why it could not begin; the latter ends it."""
+        """Return the actor's state, and the reason of a failed start. After a failure, the question ends the actor."""
         if self._failure:
             self._answered.set()
         return self._state, self._failure
@@ -185,7 +185,7 @@ class RayRun:
             self._keep(plan, group)
         except UserError as error:
             self._failure = str(error)
-        except Exception as error:  # ray raises many
+        except Exception as error:  # ray raises many types
             self._failure = error_text(error)
         if self._failure:
             self._say(self._failure)
@@ -197,8 +197,8 @@ class RayRun:
         ray.kill(self._actor, no_restart=True)
 
     def _place(self, plan: Plan) -> Any:
-        """The placement group of the run, once it has its nodes. Raises UserError if it does not get them in time."""
-        with suppress(ValueError):  # one of this actor before it was placed anew itself
+        """Return the run's placement group with all its nodes. Raises UserError after `start_seconds`."""
+        with suppress(ValueError):  # a group of this actor from before its move
             remove_placement_group(get_placement_group(self._name))
         bundles = [process["resources"] for process in plan["processes"]]
         group = placement_group(bundles, strategy="SPREAD", name=self._name)
@@ -240,7 +240,7 @@ class RayRun:
 
 
 def lacks(processes: Sequence[Mapping[str, Any]], nodes: Iterable[Mapping[str, Any]], seconds: float) -> str:
-    """Says why the processes were not placed on the nodes of a cluster (ray.nodes) within `seconds`."""
+    """Return the reason why the nodes of a cluster (ray.nodes) did not take all processes within `seconds`."""
     rooms = [dict(node["Resources"]) for node in nodes if node["Alive"]]
     had = "; ".join(_amounts(room) for room in rooms) or "no node is alive"
     homeless = [*_homeless(processes, rooms)]
@@ -252,7 +252,7 @@ def lacks(processes: Sequence[Mapping[str, Any]], nodes: Iterable[Mapping[str, A
 
 
 def _homeless(processes: Iterable[Mapping[str, Any]], rooms: Sequence[dict[str, float]]) -> Iterator[str]:
-    """The processes for which no room is left, with what each needs."""
+    """Yield the processes without room, with their needs."""
     for process in processes:
         needs = process["resources"]
         room = next((room for room in rooms if all(room.get(kind, 0) >= n for kind, n in needs.items())), None)
@@ -267,7 +267,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def last_words(file: Path) -> str:
-    """The last line that a process has printed."""
+    """Return the last line in a process's output."""
     with file.open("rb") as output:
         output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
         lines = output.read().decode(errors="replace").split("\n")

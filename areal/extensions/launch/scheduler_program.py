@@ -10,7 +10,7 @@ from areal.base.errors import UserError
 def call(
     *command: str, seconds: float, missing: str, slow: str, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Call a program. text: its input. missing, slow: the sentence if it is not there, or takes more than `seconds`.
+    """Call a program. text: its input. missing, slow: the sentences for a missing program, and for more than `seconds`.
     Raises UserError."""
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
@@ -21,5 +21,5 @@ def call(
 
 
 def advice_on(words: str, advices: Mapping[str, str], otherwise: str) -> str:
-    """What to do about the words of a program: the first of `advices` whose pattern is found in them."""
+    """Return the advice on the words of a program: the first of `advices` whose pattern is in the words."""
     return next((advice for pattern, advice in advices.items() if re.search(pattern, words)), otherwise)

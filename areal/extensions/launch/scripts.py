@@ -1,4 +1,4 @@
-"""What targets that start roles by a script of the shell have in common: templates, and the commands of the parts."""
+"""Shell scripts of targets: templates, and the commands of the parts."""
 
 import shlex
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from areal.extensions.launch.targets import FINAL, FINAL_OF_MASTER, Launch
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a template in this folder. `{{ value | q }}` is a word of the shell."""
+    """Return the text of a template in this folder. `{{ value | q }}` is a word of the shell."""
     environment = Environment(
         loader=PackageLoader("areal.extensions.launch", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="<#",  # the default is in ${#array[@]}
+        comment_start_string="<#",  # the default occurs in ${#array[@]}
         comment_end_string="#>",
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
@@ -24,9 +24,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def values_of(launch: Launch, python: str, run: str = "", shield: bool = False) -> dict[str, Any]:
-    """What the templates have in common. In the scripts $folder is that of the launch, $address the master's, and
-    $rendezvous where ranks meet. run: the run folder on node 0, if it is not the one around $folder. shield: whether
-    the scheduler itself tells all processes to leave, so that torchrun must not tell the ranks a second time."""
+    """Return the common values of the templates. In the scripts $folder is the launch's folder, $address the master's
+    address, and $rendezvous the meeting place of ranks. run: the run folder on node 0, by default the parent of
+    $folder. shield: whether the scheduler tells all processes to leave, so that torchrun must not tell the ranks again.
+    """
     return {
         "port": launch.port,
         "first": min((process.node for process in launch.placement.of("trainer")), default=0),
@@ -39,7 +40,7 @@ def values_of(launch: Launch, python: str, run: str = "", shield: bool = False) 
 
 
 def _parts(launch: Launch, python: str, shield: bool) -> Iterator[dict[str, Any]]:
-    """The commands besides the master's: node, name and command of each."""
+    """Yield node, name and command of each part besides the master."""
     for node, processes in launch.parts():
         devices = ",".join(str(device) for process in processes for device in process.devices)
         visible = f"env CUDA_VISIBLE_DEVICES={devices} " if launch.cluster.device == "gpu" else ""
@@ -53,5 +54,5 @@ def _parts(launch: Launch, python: str, shield: bool) -> Iterator[dict[str, Any]
 
 
 def _quoted(words: list[str]) -> str:
-    """Words of the shell, in which the variables of the script stand for their values."""
+    """Return words of the shell, in which the script's variables stand for their values."""
     return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)

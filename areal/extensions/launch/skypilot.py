@@ -1,4 +1,4 @@
-"""The target `skypilot`: a task of SkyPilot's, which makes the nodes, and starts on each the roles that it has."""
+"""The target `skypilot`: a task of SkyPilot, which makes the nodes, and starts the roles of each node."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from areal.extensions.launch.targets import Launch
 
 TASK = "skypilot.yaml"
 COMMAND_SECONDS = 3600.0
-"""What SkyPilot may take to make the nodes."""
+"""Seconds for SkyPilot to make the nodes."""
 DISK_GB = 512
 
 
@@ -82,7 +82,7 @@ def name_of(launch: Launch) -> str:
 
 
 def _sky(*words: str) -> str:
-    """What SkyPilot prints. Raises UserError."""
+    """Return the output of SkyPilot. Raises UserError."""
     result = call(
         "sky",
         *words,

@@ -1,8 +1,8 @@
 """The target `slurm`: a batch job that holds all nodes at once, and starts each role on its node by srun.
 
-`slurm.sh.jinja` is the job: the nodes meet (`gang.py`), then the roles are started, and restarted when they die. A node
-that only generates may be lost: the job goes on with the others (`--no-kill`). The job is requeued if a node that
-trains is lost, before its time limit, and when it is preempted; then the run resumes from its last checkpoint.
+`slurm.sh.jinja` is the job: the nodes meet (`gang.py`), then the roles start, and start again when they die. The job
+goes on without a lost node that only generated (`--no-kill`). The job is requeued after the loss of a training node,
+before its time limit, and when it is preempted; then the run resumes from its last checkpoint.
 """
 
 import shlex
@@ -18,10 +18,10 @@ from areal.extensions.launch.targets import Launch
 from areal.storage.disk import replace
 
 SCRIPT, STOP = "slurm.sh", "stop"
-# Seconds between looks for lost nodes, and what a job needs before its time limit beyond `master.drain_seconds`.
+# Seconds between looks for lost nodes, and seconds before the time limit beyond `master.drain_seconds`.
 LOOK_SECONDS, MARGIN_SECONDS = 10, 60
 COMMAND_SECONDS = 60.0
-# What sbatch says, and what to do about it.
+# Words of sbatch, and advice on them.
 REFUSALS = {
     r"[Ii]nvalid partition": "there is no such partition: correct cluster.queue (sinfo lists the partitions)",
     r"not permitted|[Pp]ermission denied|access/permission|[Ii]nvalid account": "this user may not submit there: "
@@ -74,7 +74,7 @@ class Slurm:
 
 
 def _slurm(*command: str) -> str:
-    """What a program of Slurm prints. Raises UserError."""
+    """Return the output of a program of Slurm. Raises UserError."""
     result = call(
         *command,
         seconds=COMMAND_SECONDS,
@@ -89,7 +89,7 @@ def _slurm(*command: str) -> str:
 
 
 def _never(reason: str) -> str:
-    """What to do about a reason for which a job waits for ever; empty for others."""
+    """Return advice on a reason for which a job would wait for ever; empty for any other reason."""
     if reason in ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"):
         return "lower cluster.nodes or cluster.time, or choose another cluster.queue"
     if reason.startswith(("Invalid", "AccountNotAllowed", "QOSNotAllowed")):
@@ -98,7 +98,7 @@ def _never(reason: str) -> str:
 
 
 def _values(launch: Launch) -> dict[str, Any]:
-    """What the template gets."""
+    """Return the values for the template."""
     cluster, placement = launch.cluster, launch.placement
     python = "python" if cluster.image else shlex.quote(sys.executable)
     options = [f"--partition={cluster.queue}"] if cluster.queue else []
@@ -124,7 +124,7 @@ def _values(launch: Launch) -> dict[str, Any]:
 
 
 def _places(placement: Placement) -> str:
-    """The nodes of each role, as the values of an array of the shell."""
+    """Return the nodes of each role, as the values of a shell array."""
     roles: dict[str, list[str]] = {}
     for process in placement.processes:
         roles.setdefault(process.name, []).append(f"{process.node}")

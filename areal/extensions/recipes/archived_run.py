@@ -1,4 +1,4 @@
-"""`areal audit FILE` and `areal replay FILE`: the command, repeated on the folder into which a record is unpacked."""
+"""`areal audit FILE` and `areal replay FILE`: unpack a record, and repeat the command on the unpacked folder."""
 
 import math
 import os
@@ -17,13 +17,13 @@ from areal.storage.records import read_records
 from areal.storage.run_files import CONFIG, METRICS
 
 ROUNDING = 1e-3
-"""Losses of a step that differ by less than this share differ by rounding: of a sum of thousands of tokens, in fp32."""
+"""Losses of a step with a smaller relative difference differ by rounding in a sum of thousands of tokens, in fp32."""
 
 
 def repeat(file: Path, trust: bool) -> int:
-    """Repeat this command with the folder of the record in place of the file. Returns its exit code; if it is 1, says
-    in what this machine differs from the one of the run. Raises UserError if the file is not opened, or if the run's
-    configuration names code and the user does not let it run."""
+    """Repeat this command with the folder of the record in place of the file. Returns its exit code. At 1, print how
+    this machine differs from the run's machine. Raises UserError if the file is refused, or if the run's configuration
+    names code and the user does not allow it."""
     with tempfile.TemporaryDirectory(prefix="areal-record-") as place:
         facts, run = unpack(file, Path(place)), Path(place, "run")
         values = read_yaml((run / CONFIG).read_text())

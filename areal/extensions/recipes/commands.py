@@ -1,4 +1,4 @@
-"""The tools that export the record of a run and check recipes."""
+"""The commands that export the record of a run and check recipes."""
 
 from pathlib import Path
 

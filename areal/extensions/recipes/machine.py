@@ -1,4 +1,4 @@
-"""The machine on which something was computed, and the versions of the packages that compute."""
+"""The machine of a computation, and the versions of its packages."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ _INSTRUCTIONS = (("amx_tile", "AMX"), ("avx512f", "AVX-512"), ("avx2", "AVX2"))
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, GPUs, versions and commit (empty outside of a clone)."""
+    """Return processor, cores, GPUs, versions and commit (empty outside of a clone)."""
     flags = of_first_core("flags").split()
     return {
         "processor": of_first_core("model name") or os.uname().machine,
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """In what two machines differ that rounding depends on, in words."""
+    """Return sentences on the differences between two machines that affect rounding."""
     pairs = [(name, there.get(name), here.get(name)) for name in ("processor", "instructions", "gpus", "program")]
     versions = there.get("packages") or {}
     pairs += [(name, versions.get(name), here["packages"].get(name)) for name in PACKAGES]

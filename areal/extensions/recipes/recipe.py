@@ -1,10 +1,10 @@
-"""A recipe: a configuration and, beside it, expect.yaml, which says how to run it and how its runs end.
+"""A recipe: a configuration and, beside it, expect.yaml, with the way to run it and the results of its runs.
 
     run: {needs: a GPU of 24 GB, overrides: [...], before: [python make.py], command: python users.py}   by hand
     runs: {...}, bands: {accuracy: {low: 0.66, high: 0.81}, minutes: {high: 6}, ...}                     by --write
 
-`configs/NAME.yaml` has `configs/NAME.expect.yaml` beside it. A band is where one more run with another seed ends with a
-probability of 95 %, computed from runs of at least SEEDS seeds.
+`configs/NAME.yaml` has `configs/NAME.expect.yaml` beside it. A run with a new seed ends within a band with a
+probability of 95 %. Bands are computed from runs of at least SEEDS seeds.
 """
 
 import math
@@ -22,19 +22,19 @@ from areal.storage.disk import replace
 from areal.storage.record import Record
 
 SEEDS, LAST_STEPS, CURVE_POINTS = 3, 10, 24
-# Of Student's t with so many degrees of freedom, 97.5 %.
+# Student's t at 97.5 %, by degrees of freedom.
 _T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 TIMES = {"engine_gap": 10.0, "minutes": 2.0}
-"""Figures that may be so many times the largest that was seen: rounding depends on the data, time on the machine."""
+"""A figure may be so many times the largest figure seen: rounding depends on the data, time on the machine."""
 _KEYS = {"needs": "", "overrides": [], "quick": [], "before": [], "command": ""}
 
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """name: of its runs and files. run: `needs`, in words, what this machine may lack; `overrides`, changes to the
-    configuration, and `quick`, the changes in their place with --quick; `before`, commands that make what it reads;
-    `command` starts a run with changes as its arguments, in place of `areal run`. Commands are as a user types them in
-    the clone. runs, bands: what --write has written."""
+    """A recipe. name: the name of its runs and files. run: `needs`, in words, a part that a machine may lack;
+    `overrides`, changes to the configuration, and `quick`, the changes in their place with --quick; `before`, commands
+    that make the inputs; `command` starts a run with changes as its arguments, in place of `areal run`. A user types
+    the commands in the clone. runs, bands: written by --write."""
 
     name: str
     config: Path
@@ -45,7 +45,7 @@ class RunRecipe:
 
     @classmethod
     def of(cls, path: Path) -> "RunRecipe":
-        """path: a folder with run.yaml, or a configuration. Raises UserError if there is none, or no such recipe."""
+        """Read a recipe. path: a folder with run.yaml, or a configuration. Raises UserError for a missing recipe."""
         folder = path.is_dir()
         config, file = (path / "run.yaml", path / "expect.yaml") if folder else (path, path.with_suffix(".expect.yaml"))
         if not config.is_file():
@@ -58,7 +58,7 @@ class RunRecipe:
         return cls(name, config, file, _KEYS | run, values.get("runs") or {}, values.get("bands") or {})
 
     def written(self, runs: Sequence[Mapping[str, Any]]) -> "RunRecipe":
-        """Write the bands of these runs, and keep how the recipe is run. Raises UserError if they are too few."""
+        """Write the bands of these runs, and keep `run`. Raises UserError if the runs are too few."""
         if len(runs) < SEEDS:
             raise UserError(f"{self.file} is not written: {len(runs)} of {SEEDS} seeds have run, --seeds {SEEDS}.")
         made_on = runs[0]["made_on"]
@@ -69,7 +69,7 @@ class RunRecipe:
         return RunRecipe.of(self.file.parent if self.file.name == "expect.yaml" else self.config)
 
     def faults(self, run: Mapping[str, Any], quick: bool = False) -> list[str]:
-        """What a run did not do that the recipe expects: a sentence for each. quick: its bands do not hold."""
+        """Return a sentence for each expectation that a run did not meet. quick: bands do not count."""
         lines = [] if run["ok"] else ["the run did not reach its end"]
         if run["staleness"] is not None and run["staleness"] > run["bound"]:
             lines.append(f"staleness {run['staleness']} is over its bound {run['bound']}")
@@ -84,7 +84,7 @@ class RunRecipe:
 
 
 def figures(record: Record) -> dict[str, Any]:
-    """How a finished run ended, as JSON. A figure that it does not have is None."""
+    """Return the figures of a finished run, as JSON. A figure that the run lacks is None."""
     scores, rewards = [*map(_scores, record.evaluations)], record.series("reward_mean")
     begin = min((event["time"] for event in record.events), default=record.times[0])
     alerts_of, age = part_of("alerts", "of_record"), staleness_of(record)
@@ -105,7 +105,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 
 def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The bands of finished runs with other seeds, by figure. A figure that a run lacks has none."""
+    """Return the bands of finished runs with different seeds, by figure. A figure that a run lacks has no band."""
     result = {}
     for name in ("accuracy", "reward", *TIMES):
         values = [run[name] for run in runs]
@@ -114,7 +114,7 @@ def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         if name in TIMES:
             result[name] = {"high": float(f"{TIMES[name] * max(values):.2g}")}
             continue
-        # Few runs may lie closer together than the rows that are held out can tell them apart.
+        # Few runs may lie closer together than the number of held-out rows can resolve.
         least = max(run["standard_error"] or 0.0 for run in runs) if name == "accuracy" else 0.0
         reach = _T.get(len(values) - 1, 2.0) * max(statistics.stdev(values), least) * math.sqrt(1 + 1 / len(values))
         mean = statistics.fmean(values)
@@ -127,13 +127,13 @@ def band_text(band: Mapping[str, float]) -> str:
 
 
 def _scores(evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the held-out rows; without any, of the benchmark that is named first."""
+    """Return the scores on the held-out rows or, without held-out rows, on the first benchmark."""
     of_benchmarks: Mapping[str, Any] = evaluation.get("benchmarks") or {}
     return evaluation if evaluation.get("accuracy") is not None else next(iter(of_benchmarks.values()), evaluation)
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """Means of CURVE_POINTS parts of a curve, or all of its points."""
+    """Return the means of CURVE_POINTS parts of a curve, or all points of a shorter curve."""
     count = min(CURVE_POINTS, len(values))
     ends = [n * len(values) // count for n in range(count + 1)]
     return [round(statistics.fmean(values[a:b]), 3) for a, b in zip(ends, ends[1:], strict=False)]

@@ -1,7 +1,7 @@
-"""`areal check-recipe`: runs recipes with several seeds, compares how they end, and writes records of it.
+"""`areal check-recipe`: runs recipes with several seeds, compares the results, and writes records of the runs.
 
-The runs of a recipe are a sweep over seeds in FOLDER/NAME: the same command leaves out what is finished, and goes on
-with a run that has begun. NAME.json has the figures of each seed, NAME.tar.zst the record of the first.
+The runs of a recipe are a sweep over seeds in FOLDER/NAME: the same command leaves out finished runs, and resumes begun
+runs. NAME.json has the figures of each seed, NAME.tar.zst the record of the first.
 """
 
 import json
@@ -31,7 +31,7 @@ QUICK = ("steps=2", "evaluator.every=0", "evaluator.samples=1")
 
 
 def check(options: Namespace) -> int:
-    """Returns the exit code: 1 if a recipe has a fault, more than 128 if a signal stopped it."""
+    """`areal check-recipe`. Returns 1 if a recipe has a fault, more than 128 after a signal."""
     table = Table("recipe", "seeds", "accuracy", "band", "staleness", "minutes", "result", title="Recipes")
     code = 0
     for recipe in map(RunRecipe.of, options.recipes):
@@ -54,7 +54,7 @@ def check(options: Namespace) -> int:
 
 
 def _sweep(recipe: RunRecipe, folder: Path, options: Namespace) -> list[SweptRun]:
-    """The runs of the recipe, by the file of a sweep that is written beside them."""
+    """Return the runs of the recipe, and write the file of their sweep beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     file, seeds = folder / f"{recipe.name}.yaml", [*range(1 if options.quick else options.seeds)]
     values: dict[str, Any] = {"base": str(recipe.config.absolute()), "run_dir": str(folder), "grid": {"seed": seeds}}
@@ -64,8 +64,8 @@ def _sweep(recipe: RunRecipe, folder: Path, options: Namespace) -> list[SweptRun
 
 
 def _run(recipe: RunRecipe, runs: list[SweptRun], quick: bool) -> int:
-    """Do the runs that are not finished. Returns the exit code of the sweep, or of the recipe's own command, which
-    cannot go on with a run that has begun. Raises UserError if what comes before fails."""
+    """Do the unfinished runs. Returns the exit code of the sweep, or of the recipe's own command, which cannot resume a
+    run. Raises UserError if a command before the runs fails."""
     todo, code = [run for run in runs if not run.finished], 0
     for command in recipe.run["before"] if todo else ():
         if _call(command):
@@ -107,7 +107,7 @@ def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: f
 
 
 def _cells(recipe: RunRecipe, seeds: list[dict[str, Any]]) -> list[str]:
-    """Of the table: name, seeds, accuracy, its band, staleness, minutes."""
+    """Return cells of the table: name, seeds, accuracy, band, staleness, minutes."""
 
     def of(name: str, form: str) -> str:
         return ", ".join("–" if seed[name] is None else format(seed[name], form) for seed in seeds)

@@ -1,4 +1,4 @@
-"""What a record that leaves this machine does not say: secrets, and where its files lay."""
+"""Takes secrets and the places of files out of a record that leaves this machine."""
 
 import json
 import os
@@ -16,12 +16,13 @@ from areal.base.secrets import without_secrets
 
 T = TypeVar("T")
 RECORD, ELSEWHERE = "{record}", "{elsewhere}"
-"""They stand for the run folder, and for any other folder of the machine."""
+"""Stand-ins for the run folder, and for any other folder of the machine."""
 
 
 class Redaction:
-    """Replaces paths in texts. folder: of the run, which becomes RECORD; `model`: its model, a folder in RECORD. A path
-    in the clone becomes relative to it. Any other path below a folder of this machine's root keeps its last name."""
+    """Replaces paths in texts. folder: the run's folder, replaced by RECORD; `model`: its model, a folder in RECORD.
+    Paths in the clone become relative to the clone. Any other path below a root folder of this machine keeps its last
+    name."""
 
     def __init__(self, folder: Path, model: str) -> None:
         names = {str(folder.resolve()): RECORD, str(folder.absolute()): RECORD, f"{ROOT}/": "", str(ROOT): "."}
@@ -34,7 +35,7 @@ class Redaction:
         self._path = re.compile(rf"(?<![\w.}}])(?<!:/)/(?:{roots})(?:/+[^\s/\"'\\:,;|<>(){{}}\[\]]+)+")
 
     def names_place(self, text: str | bytes) -> bool:
-        """Whether a text has the path of the run, of the clone, or of a folder of the user's."""
+        """Return whether a text has the path of the run, of the clone, or of a user's folder."""
         content = text.encode() if isinstance(text, str) else text
         return any(name.encode() in content for name in self._names)
 
@@ -44,11 +45,11 @@ class Redaction:
         return self._path.sub(lambda path: f"{ELSEWHERE}/{path[0].rpartition('/')[2]}", text)
 
     def values(self, value: T) -> T:
-        """A value of JSON or YAML without secrets and paths, which keys may have, too."""
+        """Return a value of JSON or YAML without secrets and paths, in values and in keys."""
         return mapped(without_secrets(value), self.text)
 
     def database(self, file: Path, checksum: Callable[[str, str], int]) -> None:
-        """Rewrite the bodies in a copy of a journal, and what SQLite has left of earlier ones."""
+        """Rewrite the bodies in a copy of a journal, and remove SQLite's remains of earlier bodies."""
         with closing(sqlite3.connect(file, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
             for table, key, kind in (("states", "version", "'state'"), ("events", "seq", "kind"), _SNAPSHOT):
@@ -69,7 +70,7 @@ _SNAPSHOT = ("snapshot", "id", "'snapshot'")
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of JSON with all its texts changed."""
+    """Return a value of JSON with all texts changed."""
     match value:
         case dict():
             return {change(key): mapped(inner, change) for key, inner in value.items()}

@@ -2,9 +2,9 @@
 
     SHA256SUMS, record.json, run/config.yaml, run/metrics.jsonl, run/rollouts/..., run/models/..., run/checkpoints/...
 
-`zstd -d FILE | tar x` unpacks it, and `sha256sum -c SHA256SUMS` compares it. A skippable frame of zstd at the end has
-the SHA-256 of all bytes before it. Whoever opens a record expects a stranger's: only regular files with plain names and
-endings that no program runs, listed in SHA256SUMS, within BYTES and FILES.
+`zstd -d FILE | tar x` unpacks a record, and `sha256sum -c SHA256SUMS` compares it. A skippable frame of zstd at the end
+has the SHA-256 of all earlier bytes. A record may come from a stranger, so it may have only regular files with plain
+names and endings that no program runs, listed in SHA256SUMS, within BYTES and FILES.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from areal.storage.disk import replace
 
 SUMS, FACTS = "SHA256SUMS", "record.json"
 BYTES, PACKED_BYTES, FILES = 2 << 30, 512 << 20, 10_000
-"""The most that a record has unpacked, packed, and in number of files."""
+"""The largest size of a record, unpacked and packed, and its largest number of files."""
 _NAME = re.compile(
     r"(?:record|audit)\.json|run/(?:[\w+-][\w.+-]{0,80}/){0,4}[\w+-][\w.+-]{0,80}\.(?:db|jsonl?|parquet|safetensors|txt|yaml)"
 )
 _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
-_FRAME = b"\x50\x2a\x4d\x18\x20\x00\x00\x00"  # of zstd, which tools skip, with 32 bytes
+_FRAME = b"\x50\x2a\x4d\x18\x20\x00\x00\x00"  # a frame of zstd with 32 bytes, skipped by tools
 _LEVEL = 9
 
 
 def write_archive(path: Path, facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-    """Write a record. facts: of record.json. files: their content, by their name in the record."""
+    """Write a record. facts: the content of record.json. files: contents, by their names in the record."""
     contents = {FACTS: json.dumps(facts, indent=2).encode() + b"\n", **files}
     sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items())
     buffer = io.BytesIO()
@@ -45,8 +45,8 @@ def write_archive(path: Path, facts: Mapping[str, Any], files: Mapping[str, byte
 
 
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """Unpack a record into an empty folder. Returns its facts. Raises UserError if it is not as it was written, or has
-    what no record has."""
+    """Unpack a record into an empty folder. Returns its facts. Raises UserError if the record has changed since it was
+    written, or has forbidden content."""
     import pyarrow as pa
 
     _check_digest(path)
@@ -54,7 +54,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
         with pa.input_stream(str(path), "zstd") as stream:
             _unpack(path, stream, folder)
         facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
-    except (OSError, ValueError, tarfile.HeaderError) as error:  # of Arrow, JSON, and a block that is no header
+    except (OSError, ValueError, tarfile.HeaderError) as error:  # from Arrow, JSON, and a block without a header
         raise _refusal(path, f"it cannot be unpacked, {error}") from error
     return facts
 
@@ -91,7 +91,7 @@ def _unpack(path: Path, stream: IO[bytes], folder: Path) -> None:
 
 
 def _members(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, int]]:
-    """The name and the size of each file. Its content has to be read before the next is asked for."""
+    """Yield name and size of each file. The caller reads the content before it asks for the next file."""
     total = 0
     for number in range(FILES + 1):
         block = _read(path, stream, _BLOCK)
@@ -113,7 +113,7 @@ def _read(path: Path, stream: IO[bytes], size: int) -> bytes:
 
 
 def _write(path: Path, stream: IO[bytes], size: int, target: Path) -> str:
-    """Write the next bytes into a new file, and pass what fills their last block. Returns their digest."""
+    """Write the next bytes into a new file, and skip the rest of their last block. Returns their digest."""
     digest = hashlib.sha256()
     with target.open("xb") as file:
         for begin in range(0, size, _CHUNK):

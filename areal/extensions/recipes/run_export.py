@@ -1,8 +1,8 @@
 """`areal export-record`: the record of a finished run in one file (run_archive.py), without secrets and without paths.
 
-Parts are added in this order, each if it fits into the limit: the account of the run, the model that the run began
-with, the rollouts, the last checkpoint, the earlier checkpoints. record.json names the parts that were left out. With
-the model, all rollouts and the stamp of the last weights in summary.json an audit trains the whole run again.
+Parts are added in order, each if it fits into the limit: the account of the run, the first model, the rollouts, the
+last checkpoint, the earlier checkpoints. record.json names the parts left out. With the model, all rollouts and the
+stamp of the last weights in summary.json an audit trains the whole run again.
 """
 
 import io
@@ -28,12 +28,12 @@ from areal.storage.run_files import CONFIG, FORK, JOURNAL, ROLLOUTS, SUMMARY
 FORMAT_VERSION = 1
 _OF_MODEL = (".json", ".safetensors", ".txt")
 _COLUMNS = ("row", "reason", "reward_parts", "generators")
-"""Columns of rollouts in which paths are replaced. The policy has read, or written, the texts of the others."""
+"""Columns of rollouts with replaced paths. Texts of further columns were read or written by the policy."""
 Part = dict[str, bytes]
 
 
 class LeftOutError(Exception):
-    """A part does not fit, or names a place of this machine that cannot be replaced."""
+    """A part does not fit, or has a path of this machine that cannot be replaced."""
 
 
 def export(options: Namespace) -> None:
@@ -47,8 +47,8 @@ def export(options: Namespace) -> None:
 
 
 def export_run(folder: Path, out: Path, most_mb: float, audit: Path | None = None) -> dict[str, str]:
-    """Write the record of a run of at most so many MB. audit: what `areal audit --json` wrote. Returns the parts that
-    were left out, and why. Raises UserError if the run is not over, or if what says how it went does not fit."""
+    """Write the record of a run in at most `most_mb` MB. audit: the file of `areal audit --json`. Returns the parts
+    left out, and the reasons. Raises UserError if the run is not over, or if the account of the run does not fit."""
     record = Record(folder)
     if not record.ending:
         raise UserError(f"The run in {folder} is not over, it has no {SUMMARY}: export it once it is.")
@@ -73,7 +73,7 @@ class _Exported:
         self.left_out: dict[str, str] = {}
 
     def add(self, name: str, make: Callable[[], Part], required: bool = False) -> None:
-        """Add a part, if it fits. Raises UserError if it is required and does not."""
+        """Add a part, if it fits. Raises UserError if a required part does not fit."""
         try:
             part = make()
             size = sum(len(compressed(content)) for content in part.values())
@@ -91,7 +91,7 @@ class _Exported:
             raise LeftOutError(f"{size / 1e6:.1f} MB, and {self._left / 1e6:.1f} are left of the limit (--most-mb)")
 
     def account(self, audit: Path | None) -> Iterator[tuple[str, bytes]]:
-        """Configuration, metrics, evaluations, events, changes, summary and journal. Raises UserError."""
+        """Yield configuration, metrics, evaluations, events, changes, summary and journal. Raises UserError."""
         folder, values = self._record.folder, self._redaction.values
         yield f"run/{CONFIG}", write_yaml(values(read_yaml((folder / CONFIG).read_text()))).encode()
         for name in COMMON:
@@ -119,7 +119,7 @@ class _Exported:
         return self._folder(folder, f"run/models/{folder.name}")
 
     def add_checkpoint(self, folder: Path, is_end: bool) -> None:
-        """Add a checkpoint whole, from which an audit may begin; where the run ended, its weights, to compare them."""
+        """Add a whole checkpoint, for the start of an audit, or only the weights of the run's end, for comparison."""
         name = f"run/checkpoints/{folder.name}"
 
         def weights() -> Part:
@@ -135,16 +135,16 @@ class _Exported:
             self.add(folder.name, lambda: self._folder(folder / "training", f"{name}/training") | weights())
 
     def _folder(self, folder: Path, name: str) -> Part:
-        """The files of a model. Raises LeftOutError."""
+        """Return the files of a model. Raises LeftOutError."""
         files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in _OF_MODEL)
-        self._check_size(sum(file.stat().st_size for file in files) / 3)  # weights are hardly compressed
+        self._check_size(sum(file.stat().st_size for file in files) / 3)  # compression hardly shrinks weights
         part = {f"{name}/{file.name}": file.read_bytes() for file in files}
-        if (config := f"{name}/config.json") in part:  # transformers writes from where it was loaded
+        if (config := f"{name}/config.json") in part:  # transformers writes the source folder into the file
             part[config] = _json(self._redaction.values(json.loads(part[config])))
         return {file: self._checked(file, content) for file, content in part.items()}
 
     def rollouts(self) -> Iterator[tuple[str, bytes]]:
-        """The files of rollouts, each as it is or, if a row names a place, written anew. Raises LeftOutError."""
+        """Yield the files of rollouts: unchanged, or rewritten if a row has a path. Raises LeftOutError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
