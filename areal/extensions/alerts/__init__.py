@@ -1,1 +1,1 @@
-"""Alerts: what the metrics and the rollouts of a run show to be wrong, in sentences for people. They stop nothing."""
+"""Alerts: sentences about faults in the metrics and rollouts of a run. An alert stops nothing."""

@@ -31,9 +31,9 @@ from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS
 
 TOKEN_BYTES = 64 << 20
-"""Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
+"""Uncompressed bytes of tokens read from a file. In a larger file only every n-th row group is read."""
 ROLLOUTS_SECONDS = 20.0
-"""No further file is read for a report or a summary after this time."""
+"""After this time a report or a summary reads no further file."""
 TOKENS_KEPT = 32
 """A digest keeps so many of the most frequent tokens."""
 _INTEGER = re.compile(r"(?:.*####)?\s*-?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,99})\s*", re.DOTALL)
@@ -41,7 +41,7 @@ _WITHIN_NUMBERS = re.compile(r"(?<=\d)[,\s{}\\!]+(?=\d)")
 
 
 def alerts_of(record: Record) -> list[tuple[Alert, str]]:
-    """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
+    """Return the alerts of a run, each with the command that prints its rollouts, or "" without rollouts."""
     digests = Digests(record.folder)
     alerts = digests.alerts(record.records, record.evaluations, record.settings, ROLLOUTS_SECONDS)
     return [(alert, digests.command(alert)) for alert in alerts]
@@ -60,7 +60,7 @@ class Digests:
         self._tokenizer = functools.cache(tokenizer_in)
 
     def command(self, alert: Alert) -> str:
-        """The command that prints the rollouts of an alert; empty if the run keeps none."""
+        """Return the command that prints the rollouts of an alert; empty if the run keeps none."""
         words = f'rollouts {shlex.quote(str(self._folder.parent))} --where "{alert.where}"'
         return typed(words) if self.has_rollouts else ""
 
@@ -71,8 +71,8 @@ class Digests:
         config: Mapping[str, Any],
         seconds: float,
     ) -> list[Alert]:
-        """The alerts of the run. New files of rollouts are read first, but none is begun once `seconds` have passed.
-        config: the values of config.yaml, of which each may be missing."""
+        """Return the alerts of the run. New files of rollouts are read first, but no file is begun after `seconds`.
+        config: the values of config.yaml; each may be missing."""
         self._read_new(seconds)
         seen = len(records), len(evaluations), len(self._read)
         if seen != self._seen:
@@ -84,7 +84,7 @@ class Digests:
         return self._alerts
 
     def _name(self, model: str, token: int) -> str:
-        """What a token of the model in this folder is called: its text if the folder is here, else its number."""
+        """Return a token's number, and its text if the folder of the model is here."""
         tokenizer = self._tokenizer(model)
         return f"{token} ({tokenizer.decode([token])!r})" if tokenizer else str(token)
 
@@ -94,10 +94,10 @@ class Digests:
         self.has_rollouts = bool(paths)
         new = [path for path in paths if path not in self._read]
         while new:
-            # The early level first, then the newest steps: what lies between takes long in a long run.
+            # The early level first, then the newest steps: the steps between take long in a long run.
             path = new.pop(0 if len(self._steps) < EARLY else -1)
             self._read.add(path)
-            with suppress(UserError):  # such as of one that was just removed to make room
+            with suppress(UserError):  # such as a file just removed to make room
                 self._steps += digest(path)
             if time.monotonic() > end:
                 break
@@ -105,14 +105,14 @@ class Digests:
 
 
 def _rewards(config: Mapping[str, Any]) -> list[Any]:
-    """What the configuration says of the rewards: of the run, and of its data."""
+    """Return the rewards that the configuration names for the run and for its data."""
     data = config.get("data") or {}
     parts = [data, *(data.get("sources") or ())]
     return [(config.get("reward") or {}).get("functions"), *(part.get("reward") for part in parts)]
 
 
 def digest(path: Path) -> list[Digest]:
-    """The digests of the steps in a file. Raises UserError if it cannot be read."""
+    """Return the digests of the steps in a file. Raises UserError if the file cannot be read."""
     with opened(path) as file:
         all_rows = _trained_rows(file.read(["step", "group", "prompt_index", "sample", "reward"]))
         some = range(file.parquet.num_row_groups)[:: _every(file.parquet)]
@@ -139,7 +139,7 @@ def digest(path: Path) -> list[Digest]:
 
 
 def _unanswered_by_step(rows: pa.Table) -> dict[int, float]:
-    """By step: of the rewarded samples whose row has an integer as its answer, the share that does not contain it."""
+    """Return by step the share of rewarded samples without the row's answer, among rows with integer answers."""
     absences: dict[int, list[bool]] = defaultdict(list)
     for row in rows.to_pylist():
         integer = _INTEGER.fullmatch(str(json.loads(row["row"]).get("answer")))
@@ -151,20 +151,20 @@ def _unanswered_by_step(rows: pa.Table) -> dict[int, float]:
 
 
 def _every(file: pq.ParquetFile) -> int:
-    """n, if every n-th row group has TOKEN_BYTES of tokens together."""
+    """Return n so that every n-th row group together has about TOKEN_BYTES of tokens."""
     columns = [i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] in ("tokens", "versions")]
     groups = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
     return max(1, math.ceil(sum(g.column(i).total_uncompressed_size for g in groups for i in columns) / TOKEN_BYTES))
 
 
 def _trained_rows(table: pa.Table) -> pa.Table:
-    """The rows with a step, in the order of the steps; the rows of a group stay together."""
+    """Return the rows with a step, in the order of the steps; the rows of a group stay together."""
     rows = table.filter(pc.is_valid(table["step"]))
     return rows.take(pa.array(np.argsort(rows["step"].to_numpy(), kind="stable")))
 
 
 def _tokens_by_step(rows: pa.Table) -> dict[int, tuple[dict[int, float], float | None]]:
-    """By step: the most frequent tokens with their shares, and the share of copies (None without a pair)."""
+    """Return by step the most frequent tokens with their shares, and the share of copies (None without a pair)."""
     by_step = {}
     places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled_tokens(rows), strict=True)
     for step, of_step in groupby(places, key=itemgetter(0)):
@@ -183,7 +183,7 @@ def _tokens_by_step(rows: pa.Table) -> dict[int, tuple[dict[int, float], float |
 
 
 def _sampled_tokens(rows: pa.Table) -> Sequence[np.ndarray]:
-    """The sampled tokens of each row."""
+    """Return the sampled tokens of each row."""
     lists = [rows[name].combine_chunks() for name in ("tokens", "versions")]
     tokens, versions = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)
     ends = np.cumsum(pc.list_value_length(lists[0]).to_numpy(zero_copy_only=False), dtype=np.int64)

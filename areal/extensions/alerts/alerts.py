@@ -1,17 +1,17 @@
-"""Alerts: what the metrics and the rollouts of a run show to be wrong, in words. No I/O and no clock.
+"""Alerts: sentences about faults in the metrics and rollouts of a run. No I/O and no clock.
 
-An alert is about the newest steps: it ends once the run has recovered. It compares the mean of the last RECENT steps
-with the level of the first EARLY steps (their median: in the first step only the shortest samples are finished). A
-change counts if it is large, by the thresholds below, and if in a share PAIRS of the pairs of an early and a recent
-value the recent one is higher (or lower): of the 3003 orders of 15 values, 19 have that. Where a healthy run may show
-the same sign, an alert needs a second one: lengths, entropy and the variety of answers change a lot while a policy
-learns, but then its reward rises.
+An alert is about the newest steps: the alert ends once the run has recovered. An alert compares the mean of the last
+RECENT steps with the level of the first EARLY steps (their median: in the first step only the shortest samples are
+finished). A change counts if it is large, by the thresholds below, and if the recent value is higher (or lower) in a
+share PAIRS of all pairs of an early and a recent value: 19 of the 3003 orders of 15 values meet this. If a healthy run
+may show the same sign, an alert needs a second sign: lengths, entropy and the variety of answers change a lot while a
+policy learns, but then its reward rises.
 
-Of 150 simulated runs of 120 steps, with 4 to 64 prompts a step and nothing wrong, looked at every 5 steps, 8 had an
-alert about a change, once. A quickstart paid for short answers had one from step 15 on: the first step with a verdict.
+Of 150 simulated runs of 120 steps, with 4 to 64 prompts a step and no fault, looked at every 5 steps, 8 had an alert
+about a change, once. A quickstart paid for short answers had an alert from step 15 on: the first step with a verdict.
 
 The thresholds of single values are the healthy ranges of docs/observe.md, or half way to the limits of the guard, which
-ends the run. With all of them the recorded quickstarts are silent at every one of their steps.
+ends the run. With all thresholds the recorded quickstarts are silent at every step.
 """
 
 from collections import Counter
@@ -31,40 +31,40 @@ PAIRS_RISEN = 0.7
 ERRORS = 4.0
 """Standard errors by which evaluations have to differ."""
 FACTOR = 2.0
-"""Lengths: a policy that halves or doubles its answers without more reward has found something else than the task."""
+"""Lengths: a policy that halves or doubles its answers without more reward no longer does the task."""
 REMAINS = 0.25
 """Lengths: below this share of the early level an alert needs no look at the reward: little of an answer is left."""
 CUT = 0.1
-"""The rise of the share of cut samples. Each of them teaches that an answer without its end is wrong."""
+"""The rise of the share of cut samples. Each cut sample teaches that an answer without its end is wrong."""
 EXPIRED = 0.5
-"""Sessions of users: above this share that expires, most of what users say is lost."""
+"""Sessions of users: above this share of expired sessions, most feedback of users is lost."""
 PART = 0.1
-"""Parts of the reward: change as a share of the larger level. Smaller ones are common between parts that conflict."""
+"""Parts of the reward: change as a share of the larger level. Conflicting parts often have smaller changes."""
 TOKEN = 0.25
 TOKEN_RISE = 0.15
-"""The share of one token, and its rise. The most frequent token of texts has about 0.05, of the quickstart 0.19."""
+"""The share of a token, and its rise. The most frequent token of texts has about 0.05, of the quickstart 0.19."""
 COPIES = 0.5
 COPIES_RISE = 0.25
-"""The share of copies in a group, and its rise. With short answers it is high from the start (quickstart: 0.4), and it
-rises with the accuracy where there is one right answer: it is a bad sign only if the reward stays."""
+"""The share of copies in a group, and its rise. With short answers the share is high from the start (quickstart: 0.4),
+and it rises with the accuracy if there is a single right answer: the share is a bad sign only if the reward stays."""
 UNANSWERED = 0.2
-"""The share of the samples rewarded by `math` that do not contain the row's answer. It is 0 where the reward is right,
-but for an answer in words or in another unit."""
+"""The share of samples rewarded by `math` without the row's answer in them. With a right reward the share is 0, except
+for answers in words or in another unit."""
 MIXED = 0.3
 SAMPLE_SIZE = 0.5
 WEIGHT_MEAN = (0.9, 1.1)
 ENTROPY = 0.1
 """The share of the early entropy. Entropy falls in every run that learns (quickstart: to 0.4 in 120 steps)."""
 PROMPTS = 5
-"""Prompts that a sentence names."""
+"""Prompts named in a sentence."""
 
 Filters = dict[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """`sentence` says what is wrong since step `first`, with numbers, and what to do. `filters`: of the rollouts that
-    show it, as on the web page: a column, or a column with _min or _max, and its value."""
+    """`sentence` names the fault since step `first`, with numbers, and the remedy. `filters` select its rollouts, as on
+    the web page: a column, or a column with _min or _max, and its value."""
 
     name: str
     sentence: str
@@ -82,11 +82,11 @@ class Alert:
 class Digest:
     """The trained rollouts of a step.
 
-    tokens: the most frequent of the sampled tokens, with their share of all. copies: the share of samples that are
-    equal to an earlier sample of their group, token by token. Both may be from a part of the samples, and are None if
-    it is empty. flat: of each reward that all samples of some group have, the share of such groups. flat_prompts:
-    indices of some of their prompts. unanswered: of the rewarded samples whose row has an integer as its answer, the
-    share that does not contain it; None if there are none.
+    tokens: the most frequent sampled tokens, with their share of all. copies: the share of samples equal to an earlier
+    sample of their group, token by token. Both may be from a part of the samples, and are None if the part is empty.
+    flat: the share of groups with equal rewards of all samples, by reward. flat_prompts: indices of some of their
+    prompts. unanswered: the share of rewarded samples without the row's answer in them, among rows with an integer as
+    the answer; None without such samples.
     """
 
     step: int
@@ -113,12 +113,12 @@ def alerts(
     is_math: bool = False,
     taught: bool = False,
 ) -> list[Alert]:
-    """The alerts of a run, the ones about the policy first.
+    """Return the alerts of a run; alerts about the policy come first.
 
-    records: of metrics.jsonl, by step; evaluations: of evaluations.jsonl, by version. Values that are missing, null or
-    not finite count as not measured. guard: the limits in its section of the configuration. named: what a token is
-    called. is_math: whether the reward compares with the row's answer. taught: whether a teacher trains the policy;
-    then the agreement with it stands for the reward, and groups need no signal.
+    records: metrics.jsonl, by step; evaluations: evaluations.jsonl, by version. Missing values, null and infinities
+    count as not measured. guard: the limits in the configuration's section. named: returns a token's name. is_math:
+    whether the reward compares with the row's answer. taught: whether a teacher trains the policy; then the agreement
+    with the teacher stands for the reward, and groups need no signal.
     """
     if not records:
         return []
@@ -147,10 +147,10 @@ def alerts(
 
 
 class Curve:
-    """A number by step. `level`: its median over the first EARLY values, nan if there are not RECENT more. `means`: at
-    each step the mean of RECENT values up to it, nan where there are less."""
+    """A number by step. `level`: the median of the first EARLY values, nan without RECENT further values. `means`: at
+    each step the mean of RECENT values up to the step, nan without so many."""
 
-    name = "the reward"  # of that which a run learns from
+    name = "the reward"  # the name of the training signal
 
     def __init__(self, steps: Sequence[int], values: Sequence[float]) -> None:
         self.steps = np.asarray(steps, int)
@@ -169,7 +169,7 @@ class Curve:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> "Curve":
-        """A metric, or with a dot a part of one, at the steps where it was measured."""
+        """Return the curve of a metric, or with a dot of a metric's part, at the steps with a value."""
         name, _, part = key.partition(".")
         values = [(record.get(name) or {}).get(part) if part else record.get(name) for record in records]
         points = [
@@ -184,23 +184,23 @@ class Curve:
         return float(self.means[-1]) if len(self.means) else np.nan
 
     def rises(self, by: float = 0.0) -> np.ndarray:
-        """bool by step: the mean is above the level, by more than `by` and than chance explains."""
+        """Return bool by step: the mean is above the level by more than `by`, and by more than chance explains."""
         return (self.means - self.level > by) & (self._above >= PAIRS)
 
     def falls(self) -> np.ndarray:
         return (self.means < self.level) & (self._below >= PAIRS)
 
     def is_far(self) -> np.ndarray:
-        """bool by step: the mean differs from the level by more than PART of the larger of the two."""
+        """Return bool by step: the mean differs from the level by more than PART of the larger value."""
         return np.asarray(np.abs(self.means - self.level) > PART * np.maximum(np.abs(self.means), np.abs(self.level)))
 
     def rose(self) -> bool:
-        """Whether it is now above its level. This keeps alerts silent, so fewer pairs are enough."""
+        """Return whether the mean is now above the level. A rise silences alerts, so fewer pairs are enough."""
         return bool(len(self.values)) and bool(self._above[-1] >= PAIRS_RISEN)
 
     def since(self, wrong: np.ndarray) -> int | None:
-        """The first step of the newest change; None if the newest mean is not wrong. A mean becomes wrong some steps
-        after its values: those that are nearer to the newest mean than to the level belong to the change."""
+        """Return the first step of the newest change, or None if the newest mean is sound. A mean becomes wrong some
+        steps after its values: values nearer to the newest mean than to the level belong to the change."""
         if not len(wrong) or not wrong[-1]:
             return None
         sound = np.flatnonzero(~wrong)
@@ -243,7 +243,7 @@ def _cut(cut: Curve) -> Iterator[Alert]:
 
 
 def _expired(records: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
-    """Sessions of users whose reward has not come in time."""
+    """Yield an alert if too many sessions of users expire before their reward."""
     sessions = [(r["step"], r.get("sessions_expired") or 0, r.get("sessions_trained") or 0) for r in records]
     points = [(step, expired / (expired + trained)) for step, expired, trained in sessions if expired + trained]
     share = Curve([step for step, _ in points], [value for _, value in points])
@@ -347,7 +347,7 @@ def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], 
     sentence += ": the prompts are too easy or too hard; take other data"
     sentence += "." if filtered else ", or set filter_zero_signal."
     alert = _alert("no signal", mixed, first, sentence, **filters)
-    # What was filtered has no step.
+    # Filtered groups have no step.
     yield replace(alert, filters={"fate": "filtered", "start_version_min": first - 1}) if filtered else alert
 
 
@@ -370,7 +370,7 @@ def _teacher(distance: Curve) -> Iterator[Alert]:
 
 
 def _mixed(record: Mapping[str, Any], filtered: bool) -> float | None:
-    """The share of the groups with different rewards: of the trained ones, or of those that were ready for the step."""
+    """Return the share of groups with different rewards, among the trained groups or the groups before filtering."""
     mixed = record.get("mixed_groups")
     if mixed is None or not filtered:
         return mixed

@@ -14,7 +14,7 @@ from areal.training.packed import PackedRow
 
 
 def with_critic(inner: Algorithm, config: CriticConfig) -> Algorithm:
-    """`inner` with estimates in place of returns and penalties, and with the loss of the values."""
+    """Return `inner` with estimates in place of returns and penalties, and with the loss of the values."""
 
     def advantages(credits: Credits) -> np.ndarray:
         samples, values, returns = credits.samples, credits.columns["values"], credits.returns
@@ -43,12 +43,12 @@ def gae(
     gamma: float,
     lam: float,
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv 1506.02438, eq. 16) of the sampled tokens, float64 [T]; 0 for others.
+    """Return generalised advantage estimates (arXiv 1506.02438, eq. 16) of the sampled tokens, float64 [T]; else 0.
 
-    values: [T], the critic's estimate before each token. returns, penalties, samples, sampled: as of `advantages`, with
-    the samples in ascending order. The tokens that a sample did not sample are no steps: the next state is that before
-    its next sampled token. The reward of a token is its return minus that of the next one, minus its penalty, so a
-    reward of the whole sample is that of its last token.
+    values: [T], the critic's estimate before each token. returns, penalties, samples, sampled: as in `advantages`, with
+    the samples in ascending order. Only sampled tokens are steps: the next state is the state before the sample's next
+    sampled token. The reward of a token is its return minus the next token's return, minus the token's penalty, so a
+    reward of the whole sample is the reward of its last token.
     """
     own, gains = np.flatnonzero(sampled), np.zeros(len(values))
     V, G, sample = values[own].astype(np.float64), returns[own], samples[own]
@@ -60,8 +60,8 @@ def gae(
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None) -> Tensor:
-    """The critic's loss, [S]: half the squared error of `values`, or of those held within `old` +- clip if that is
-    larger, as in OpenAI's baselines (ppo2). old: the values before the step. clip: None: not held."""
+    """Return the critic's loss, [S]: half the squared error of `values` or, if larger, of the values clipped to `old`
+    +- clip, as in OpenAI's baselines (ppo2). old: the values before the step. clip: None: no clipping."""
     losses = (values - targets).square() / 2
     if clip is None:
         return losses

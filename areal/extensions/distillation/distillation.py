@@ -14,16 +14,16 @@ from areal.training.algorithms.token_loss import TokenLoss
 from areal.training.packed import PackedRow
 
 LEAST_REST = 1e-6
-"""The least probability of all tokens but the teacher's likeliest ones: fp32 cannot tell smaller ones from 0."""
+"""The least probability of all tokens but the teacher's likeliest tokens: fp32 cannot tell less from 0."""
 
 UNLIKELY = -1e4
 """The log-prob of a teacher's token that the policy does not have."""
 
 
 def with_teacher(inner: Algorithm, config: TrainerConfig, vocabulary: int) -> Algorithm:
-    """`inner` with the teacher `trainer.teacher`. A token's advantage gains teacher_coef (log teacher - log pi_prox).
-    With `trainer.teacher_top_k` its loss gains teacher_coef `kl_of_top` instead. vocabulary: the number of the policy's
-    tokens."""
+    """Return `inner` with the teacher `trainer.teacher`. A token's advantage gains teacher_coef (log teacher - log
+    pi_prox). With `trainer.teacher_top_k` the loss gains teacher_coef `kl_of_top` instead. vocabulary: the number of
+    the policy's tokens."""
     needs = {"teacher_logprobs": f"trainer.teacher={config.teacher}"}
     if top_k := config.teacher_top_k:
         needs |= dict.fromkeys(TOP, f"trainer.teacher_top_k={top_k}")
@@ -51,9 +51,9 @@ def with_teacher(inner: Algorithm, config: TrainerConfig, vocabulary: int) -> Al
 
 
 def kl_of_top(teacher: Tensor, logp: Tensor) -> Tensor:
-    """KL(teacher || pi) over the teacher's k likeliest tokens and all others as one, nats [S]. teacher, logp: their
-    log-probs, [S, k]. Tokens of probability 0 for the teacher count as others. It is at most the divergence over all
-    tokens, and 0 if the k probabilities agree."""
+    """Return KL(teacher || pi) over the teacher's k likeliest tokens and the rest as a single token, nats [S]. teacher,
+    logp: log-probs of the k tokens, [S, k]. Tokens of probability 0 for the teacher count to the rest. The result is at
+    most the divergence over all tokens, and 0 if the k probabilities agree."""
     p = teacher.exp()
     rest = (1 - p.sum(-1)).clamp(min=0)
     log_rest = torch.log1p(-(logp.exp() * (p > 0)).sum(-1).clamp(max=1 - LEAST_REST))

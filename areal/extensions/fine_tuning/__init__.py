@@ -1,1 +1,1 @@
-"""Supervised fine-tuning, before a run or on what a run has sampled."""
+"""Supervised fine-tuning, before a run or on a run's samples."""

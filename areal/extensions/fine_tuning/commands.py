@@ -1,4 +1,4 @@
-"""The tool that trains without a run. It also works under torchrun."""
+"""The command `areal sft`, which trains without a run, also under torchrun."""
 
 from areal.base.command_line import CONFIG, OVERRIDES, RoomTools
 

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning: trains a model that reinforcement learning then starts from, or on what a run has sampled.
+"""Supervised fine-tuning: trains a model for a run to start from, or on a run's samples.
 
-The rows have a prompt and a completion. The training engine of runs trains on them, with all of its features. The loss
-is -log pi of the completion's tokens and of the end after them, averaged according to `trainer.loss_mean`. The end of a
-chat is what its template writes there, up to the first token that ends a sequence; of a text it is the end-of-sequence
-token. Of rollouts, the loss is that of the sampled tokens, exactly as they were sampled. Under torchrun every rank
-reads the same rows, and only rank 0 prints.
+The rows have a prompt and a completion. The training engine of runs trains on the rows, with all of its features. The
+loss is -log pi of the completion's tokens and of the end, averaged according to `trainer.loss_mean`. The end of a chat
+is the template's text after an answer, up to the first token that ends a sequence; the end of a text is the
+end-of-sequence token. On rollouts, the loss covers exactly the sampled tokens. Under torchrun every rank reads the same
+rows, and only rank 0 prints.
 """
 
 import json
@@ -51,7 +51,7 @@ LINES_AN_EPOCH = 10
 
 class SftData(RowsConfig):
     """As in a run; `source` may also be the folder of a run's rollouts. Prompts are encoded as in a run with the same
-    `system_prompt`. Samples of rollouts that were cut at the limit of tokens are left out."""
+    `system_prompt`. Samples of rollouts cut at the limit of tokens are left out."""
 
     answer_key: str = Field("completion", description="field with the completion")
     eval_size: int | None = Field(None, ge=1, description="held-out rows; null: a twentieth of all")  # type: ignore[assignment]
@@ -62,7 +62,7 @@ class SftData(RowsConfig):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning. The keys of `trainer` that belong to reinforcement learning have no effect."""
+    """Supervised fine-tuning. The keys of `trainer` for reinforcement learning have no effect."""
 
     model: str = Field(description="folder of a Hugging Face model, or hub id")
     output: Path = Field(description="folder for the trained model")
@@ -86,7 +86,7 @@ def run(options: Namespace) -> None:
 
 def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
     """Train `config.model` on the rows and write the Hugging Face folder `config.output` (all ranks). pictures: a
-    folder to put those of the rows into.
+    folder for the rows' pictures.
 
     Raises UserError, before anything is loaded, if a row is not usable or the output folder already exists, and in
     training if a loss or a gradient is not finite.
@@ -136,7 +136,7 @@ def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
 
 
 def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
-    """The trainer's settings for as many steps an epoch. Raises UserError."""
+    """Return the trainer's settings for `steps` steps an epoch. Raises UserError."""
     trainer = config.trainer.model_copy(update=_OBJECTIVE)
     if conflict := next(trainer.schedule_conflicts(steps * config.epochs), None):
         raise UserError(f"Of `areal sft` {conflict}.")
@@ -144,7 +144,7 @@ def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
 
 
 def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
-    """-log pi of each token: an objective for the engine."""
+    """Return -log pi of each token: an objective for the engine."""
     from areal.training import TokenLoss
 
     return TokenLoss(loss=-tokens.logp, clipped=tokens.logp.new_zeros(len(tokens.logp), dtype=bool))
@@ -174,7 +174,7 @@ def _check_finite(numbers: Mapping[str, float], where: str) -> None:
 
 
 def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
-    """List the special tokens among `ends`, with which rows end, as ends of sequences of the model in `folder`."""
+    """Make the special tokens among `ends`, the last tokens of rows, ends of sequences of the model in `folder`."""
     if unlisted := (ends & special_tokens(tokenizer)) - stop_tokens(tokenizer):
         file = folder / "generation_config.json"
         settings = json.loads(file.read_text()) if file.is_file() else {}
@@ -184,7 +184,7 @@ def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
 def _read_rows(
     config: SftConfig, model: Path, tokenizer: Any, rollouts: Path | None, pictures: Path
 ) -> tuple[list[Group], list[Group], list[str]]:
-    """Rows to train on, held-out rows, and what to say of them. `pictures` gets theirs, unless of `rollouts`."""
+    """Return rows to train on, held-out rows, and notes for the user. The folder `pictures` gets the rows' pictures."""
     if tokenizer.eos_token_id is None:
         raise UserError(f"{model}'s tokenizer has no end-of-sequence token: set eos_token in tokenizer_config.json.")
     data = config.data
@@ -203,12 +203,12 @@ def _read_rows(
 
 
 def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
-    """The rows of the source to train on, and the held-out rows; and notes for the user."""
+    """Return the source's rows to train on and its held-out rows, and notes for the user."""
 
     def put(row: Row) -> Row:
         if row.pictures:
             find("store")(pictures).put_all(row.pictures)
-        return replace(row, pictures=())  # these may be more than fit into memory
+        return replace(row, pictures=())  # pictures may be more than fit into memory
 
     data, eval_size = config.data, config.data.eval_size
     if eval_size is None:
@@ -248,7 +248,7 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     prompt, text, end = talk.prompt(messages), _text(row, data), _end(tokenizer, talk.end(messages))
     ends = stop_tokens(tokenizer) | (special_tokens(tokenizer) & {*end})
     completion, trimmed = (tokenizer.encode(t, add_special_tokens=False) for t in (text, text.rstrip()))
-    if not ends.isdisjoint(trimmed[-1:]):  # the row has an end of its own: there is to be one
+    if not ends.isdisjoint(trimmed[-1:]):  # the row has its own end, and needs no second end
         completion = trimmed[: max((i + 1 for i, token in enumerate(trimmed) if token not in ends), default=0)]
     written = next((n for n in range(len(end), 0, -1) if completion[-n:] == end[:n]), 0)  # such as white space
     completion += end[written:]
@@ -260,8 +260,8 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
 
 
 def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
-    """What ends an answer after which the template writes these tokens: those up to the first that ends a sequence or,
-    if none does, up to the last special token."""
+    """Return the end of an answer. written: the template's tokens after the answer. The end is `written` up to the
+    first token that ends a sequence or, without such a token, up to the last special token."""
     stops, special = stop_tokens(tokenizer), special_tokens(tokenizer)
     places = [i for i, token in enumerate(written) if token in stops][:1]
     places = places or [i for i, token in enumerate(written) if token in special][-1:]
@@ -269,16 +269,16 @@ def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
 
 
 def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, pictures: np.ndarray | None) -> Group:
-    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss. pictures: as Trajectory has it."""
+    """Return a group of a single sequence. is_sampled: bool [T], the tokens in the loss. pictures: as in Trajectory."""
     versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
     logprobs = np.zeros(len(tokens), np.float32)
     return Group(f"{number}", number, (Trajectory(tokens, logprobs, versions, 1.0, "stop", pictures=pictures),))
 
 
 def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
-    """The chosen rollouts, each branch by itself: those to train on, and those held out. No prompt is in both.
-
-    Raises UserError if there are too few, or if `tokenizer`, that of `model`, does not read them as the run's did.
+    """Return the chosen rollouts, each branch by itself: the sequences to train on, and the held-out sequences. No
+    prompt is in both. Raises UserError if there are too few, or if the tokenizer of `model` reads the rollouts
+    differently from the run's.
     """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
     for group in groups_of(

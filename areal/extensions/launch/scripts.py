@@ -25,8 +25,8 @@ def render(template: str, **values: Any) -> str:
 
 def values_of(launch: Launch, python: str, run: str = "", shield: bool = False) -> dict[str, Any]:
     """Return the common values of the templates. In the scripts $folder is the launch's folder, $address the master's
-    address, and $rendezvous the meeting place of ranks. run: the run folder on node 0, by default the parent of
-    $folder. shield: whether the scheduler tells all processes to leave, so that torchrun must not tell the ranks again.
+    address, and $rendezvous the ranks' meeting place. run: the run folder on node 0, by default the parent of $folder.
+    shield: whether the scheduler tells all processes to leave, so that torchrun must not tell the ranks again.
     """
     return {
         "port": launch.port,

@@ -1,1 +1,1 @@
-"""Low-rank adapters: what is trained and published in place of a model's weights. All of it is in `lora.py`."""
+"""Low-rank adapters, trained and published in place of a model's weights. The code is in `lora.py`."""

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), in peft's files: W' = W + alpha / rank * B A.
 
-An adapter is a folder with the factors A and B of every adapted weight, and a description of what they belong to.
-Trainers write adapters, and generators apply them. Programs that load checkpoints need full weights, which
-`merged_tensors` gives.
+An adapter is a folder with the factors A and B of every adapted weight, and a description of the adapted layers.
+Trainers write adapters, and generators apply them. Programs that load checkpoints need full weights, from
+`merged_tensors`.
 """
 
 import json
@@ -23,10 +23,10 @@ _NAME = ".default"  # name of the only adapter: part of its parameters' names, b
 
 
 def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | None = None) -> torch.nn.Module:
-    """Return the model with new adapters; all its other parameters are frozen. Untrained adapters change no output.
+    """Return the model with new adapters, and all other parameters frozen. Untrained adapters change no output.
 
-    folder: the model's, if adapters will be merged into its weights. Raises UserError if the model has no layers named
-    in `config.target_modules`, or if `merged_tensors` would leave one of them as it is.
+    folder: the model's folder, if adapters will be merged into its weights. Raises UserError if the model has no layers
+    named in `config.target_modules`, or if `merged_tensors` would leave a named layer unchanged.
     """
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -49,11 +49,11 @@ def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | Non
 
 
 def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained `parameters`, given by their names in `module`, into an existing folder. The same parameters
-    give the same files, which the stamp of a version needs."""
+    """Write the trained `parameters`, by their names in `module`, into an existing folder. Equal parameters give equal
+    files, as a version's stamp requires."""
     write_tensors({name.replace(_NAME, ""): tensor for name, tensor in parameters.items()}, folder / ADAPTER_FILE)
     module.peft_config["default"].save_pretrained(str(folder))
-    # peft has the layers in a set, in another order in each process.
+    # peft keeps the layers in a set, and the set's order differs between processes.
     settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
     settings["target_modules"].sort()
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True))
@@ -62,10 +62,8 @@ def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], fol
 def merged_tensors(
     base: Path, adapter: Path, shard: int = 0, shards: int = 1, *, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model folder `base` by name, with `adapter` applied. Those that it changes have `dtype`, or
-    their type in `base` if that is wider; the rest is as it is there.
-
-    Otherwise as `stored_tensors`.
+    """Return name and tensor of the model folder `base`, with `adapter` applied. Changed tensors have `dtype`, or their
+    type in `base` if wider; all further tensors are unchanged. shard, shards: as in `stored_tensors`.
     """
     settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())
     scale = settings["lora_alpha"] / settings["r"]

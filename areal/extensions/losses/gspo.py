@@ -10,18 +10,18 @@ from areal.training.algorithms.token_loss import TokenLoss, Tokens, behaviour_we
 def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """GSPO (arXiv 2507.18071): J = w min(s A, clip(s) A) with s the geometric mean of u over the token's sequence.
 
-    This is GSPO's token form: it uses sg(s) u / sg(u) for s, where sg stops the gradient. With `loss_mean` sequence and
-    one advantage per sequence, value and gradient equal those of the sequence form. w is a geometric mean as well.
+    GSPO's token form uses sg(s) u / sg(u) for s, where sg stops the gradient. With `loss_mean` sequence and an
+    advantage per sequence, value and gradient equal the sequence form's. w is a geometric mean as well.
     """
     log_s = sequence_mean(tokens.log_u, tokens.sequence).detach() + tokens.logp - tokens.logp.detach()
     return clipped_surrogate(ratio(log_s), behaviour_weight(tokens, config), tokens.A, config)
 
 
 def gmpo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """GMPO (arXiv 2507.20673, eq. 4): J = w A g, with g the geometric mean over the sequence of u, which is first held
-    at exp(eps_clip_higher) where A > 0 and at exp(-eps_clip) where A < 0.
+    """GMPO (arXiv 2507.20673, eq. 4): J = w A g, with g the geometric mean over the sequence of u. First, u is held at
+    exp(eps_clip_higher) if A > 0 and at exp(-eps_clip) if A < 0.
 
-    In `gspo`'s token form: with `loss_mean` sequence and one advantage each, it equals the sequence form.
+    The token form is `gspo`'s: with `loss_mean` sequence and an advantage per sequence, both forms are equal.
     """
     low, high = clip_bounds(config)
     held = torch.where(tokens.A > 0, tokens.log_u.clamp(max=high), tokens.log_u.clamp(min=-low))

@@ -17,7 +17,7 @@ def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
 
 def kept_tokens(batch: FlatBatch, config: TrainerConfig) -> np.ndarray:
-    """bool [T], the tokens in the loss that the mask of their minibatch keeps."""
+    """Return bool [T]: the tokens in the loss kept by the mask of their minibatch."""
     columns, minibatch = batch.columns, np.repeat(batch.minibatch, batch.lengths)
     kept = np.zeros(len(minibatch), bool)
     for m in range(int(batch.minibatch.max()) + 1):
@@ -28,7 +28,7 @@ def kept_tokens(batch: FlatBatch, config: TrainerConfig) -> np.ndarray:
 
 
 def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
-    """bool [n], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
+    """Return bool [n], the tokens kept: the largest (log r)^2 are masked until the mean is below `threshold`."""
     moments = log_ratio.astype(np.float64) ** 2
     order = moments.argsort(kind="stable")
     mask = np.empty(len(moments), dtype=bool)

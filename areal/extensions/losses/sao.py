@@ -1,4 +1,4 @@
-"""SAO: a region of trust around the policy that sampled, with two sides for every token."""
+"""SAO: a region of trust around the sampling policy, with two sides for every token."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Score centring: the mean of the score under the policy that sampled is taken out."""
+"""Score centring: the loss takes out the mean of the score under the sampling policy."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ from areal.training.algorithms.token_loss import TokenLoss, Tokens, behaviour_we
 
 def score_centring(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """Score centring (arXiv 2609.20807): J = A (sg(w) log pi_theta - sum_v sg(q_v w_v) log pi_theta(v)) over the words
-    v that the token was drawn from, with q = pi_behav and w = pi_theta / q, as `behaviour_weight` bounds it; none: 1.
+    v from which the token was drawn. q = pi_behav, and w = pi_theta / q, bounded by `behaviour_weight`; none: 1.
 
-    The gradient's mean under q is 0, which it is not without the sum where q is another policy than pi_theta.
+    The gradient's mean under q is 0. Without the sum, the mean would be 0 only for q = pi_theta.
     """
     present, q = tokens.columns["kept_words"] >= 0, tokens.columns["kept_logprobs"]
     p = torch.where(present, tokens.columns["kept_policy"], 0.0)

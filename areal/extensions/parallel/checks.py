@@ -1,4 +1,4 @@
-"""Whether the experts or tensors of a model can be divided over ranks: checked before torch and DeepSpeed load."""
+"""Checks before torch and DeepSpeed load: whether a model's experts or tensors can be divided over ranks."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ PRESETS = {
 }
 """AutoEP's name for a kind of model, by its model_type."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Kinds of models whose layers `divided_tensors` knows."""
+"""Kinds of models known to `divided_tensors`."""
 
 
 def check_experts(config: TrainerConfig, folder: Path, ranks: int) -> None:
-    """Raises UserError if the model in `folder` cannot be divided as the configuration says. ranks: of the trainer."""
+    """Raise UserError if the model in `folder` cannot be divided as configured. ranks: number of trainer ranks."""
     if (size := config.expert_parallel) > 1:
         kind, experts = mixture_of(folder)
         why = None
@@ -33,7 +33,7 @@ def check_experts(config: TrainerConfig, folder: Path, ranks: int) -> None:
 
 
 def check_tensors(config: TrainerConfig, folder: Path, ranks: int) -> None:
-    """Raises UserError if the model in `folder` cannot be divided as the configuration says. ranks: of the trainer."""
+    """Raise UserError if the model in `folder` cannot be divided as configured. ranks: number of trainer ranks."""
     if (size := config.tensor_parallel) > 1:
         kind, sizes = mixture_of(folder)[0], sizes_of(folder)
         keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -48,7 +48,7 @@ def check_tensors(config: TrainerConfig, folder: Path, ranks: int) -> None:
 
 
 def _refuse(key: str, size: int, why: str | None, ranks: int) -> None:
-    """Raises UserError if there is a reason, or if the ranks cannot be divided."""
+    """Raise UserError for the reason `why`, or if the ranks cannot be divided."""
     if why is None and ranks % size:
         why = f"the number of the trainer's ranks is {ranks}: make that a multiple of it"
     if why:

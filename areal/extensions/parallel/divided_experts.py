@@ -1,9 +1,9 @@
 """Expert parallelism by DeepSpeed's AutoEP: the ranks of a group share out the experts of each layer.
 
-In the place of each layer of experts AutoEP puts a layer of its own, in which a token is sent to the ranks that have
-its experts. All other weights stay as they are. The parameters of such a layer are a rank's experts, `w1`, `w2` and
-`w3` [experts / size, ...]: in transformers `w1` is the first half of `gate_up_proj` [experts, 2 intermediate, hidden],
-`w3` the second, and `w2` is `down_proj` [experts, hidden, intermediate].
+AutoEP replaces each layer of experts by its own layer, which sends a token to the ranks with the token's experts. All
+other weights stay unchanged. The parameters of a replaced layer are a rank's experts, `w1`, `w2` and `w3` [experts /
+size, ...]: in transformers `w1` is the first half of `gate_up_proj` [experts, 2 intermediate, hidden], `w3` the second,
+and `w2` is `down_proj` [experts, hidden, intermediate].
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,11 +24,11 @@ from areal.training.division import Division, Fragment
 from areal.weights.folders import saved_buffers
 
 HALVES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
-"""The tensor of transformers that a parameter of experts is a part of, and which half of it."""
+"""For each parameter of experts: the tensor of transformers with the parameter, and its half of the tensor."""
 
 
 class DividedExperts(Division):
-    """Raises UserError if the experts of the model in `folder` cannot be divided so."""
+    """The division of a model's experts. Raises UserError if the model in `folder` cannot be divided."""
 
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
         check_experts(config, folder, dist.get_world_size())
@@ -46,7 +46,7 @@ class DividedExperts(Division):
 
     def name_groups(self, groups: list[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):
-            group.setdefault("name", f"group {number}")  # DeepSpeed divides groups that have experts, by name
+            group.setdefault("name", f"group {number}")  # DeepSpeed divides groups with experts, by name
 
     def begin(self, module: torch.nn.Module) -> None:
         self._before = {name: id(tensor) for name, tensor in _tensors(module).items()}
@@ -67,7 +67,7 @@ class DividedExperts(Division):
         del self._before
 
     def _source(self, layer: str, name: str) -> str:
-        """The name in the undivided model of a tensor that AutoEP has made for `layer`: of experts or of the router."""
+        """Return the undivided model's name for a tensor that AutoEP made in `layer`, in its experts or its router."""
         last = name.rpartition(".")[2]
         if last in HALVES:
             return f"{layer}.experts.{HALVES[last][0]}"
@@ -133,7 +133,7 @@ class DividedExperts(Division):
 
 
 class DividedRouteReplay(RouteReplay):
-    """For AutoEP's routers, which give the weights and the numbers of the chosen experts, and the tokens of each."""
+    """Replay for AutoEP's routers: they return the chosen experts' weights and numbers, and each expert's tokens."""
 
     def _replace(self, layer: int, router: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
         if self._routes is None:
@@ -149,10 +149,10 @@ class DividedRouteReplay(RouteReplay):
 
 
 def _tensors(module: torch.nn.Module) -> Mapping[str, Tensor]:
-    """The tensors that the model's files have."""
+    """Return the tensors of the model's files."""
     return {**dict(module.named_parameters()), **saved_buffers(module)}
 
 
 def _is_divided(tensor: Tensor) -> bool:
-    """Whether AutoEP has marked a parameter as one of experts."""
+    """Return whether AutoEP has marked a parameter as a parameter of experts."""
     return getattr(tensor, "allreduce", True) is False

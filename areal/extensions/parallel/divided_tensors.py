@@ -1,7 +1,7 @@
 """Tensor parallelism by DeepSpeed's AutoTP: the ranks of a group share out the heads and the columns of each layer.
 
-Each rank of a group computes the same rows with its part of the weights: of q, k, v, gate and up projections some
-output features (columns), of o and down projections some input features (rows). Norms, embeddings and the head stay
+Each rank of a group computes the same rows with its part of the weights: some output features (columns) of q, k, v,
+gate and up projections, and some input features (rows) of o and down projections. Norms, embeddings and the head stay
 whole on every rank.
 """
 
@@ -22,11 +22,11 @@ from areal.training.row_groups import RowGroup
 COLUMNS = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
 ROWS = r".*\.(o_proj|down_proj)\.weight$"
 NORMS_OF_HEADS = r".*\.[qk]_norm\.weight$"
-"""Of Qwen3. Each rank has the gradient of its own heads."""
+"""Norms of Qwen3. Each rank has the gradient of its own heads."""
 
 
 class SameRows(RowGroup):
-    """The ranks that have parts of the same weights: each computes whole rows of the same group."""
+    """The ranks with parts of the same weights. All ranks compute whole rows of the same group."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class SameRows(RowGroup):
 
 
 class DividedTensors(Division):
-    """Raises UserError if the tensors of the model in `folder` cannot be divided so."""
+    """The division of a model's tensors. Raises UserError if the model in `folder` cannot be divided."""
 
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
         check_tensors(config, folder, dist.get_world_size())
@@ -58,7 +58,7 @@ class DividedTensors(Division):
     def find(self, engine: Any) -> None:
         from deepspeed.utils import groups
 
-        engine.first_dataloader_check.remove()  # it would send the first batch pickled, to compare it
+        engine.first_dataloader_check.remove()  # sends the first batch pickled, for a comparison
         named = engine.module.named_parameters()
         self._divided = {name for name, parameter in named if _dimension(parameter) is not None}
         self._group = groups.get_tensor_model_parallel_group()
@@ -83,7 +83,7 @@ class DividedTensors(Division):
         return dist.get_rank() // self._size, dist.get_world_size() // self._size
 
     def saves(self, parameter: torch.nn.Parameter) -> bool:
-        # A model that was read in partitions, at ZeRO 3, keeps these where AutoTP divides nothing.
+        # A model read in partitions, at ZeRO 3, stays partitioned where AutoTP divides nothing.
         group = getattr(parameter, "ds_process_group", None)
         by_all = group is not None and dist.get_world_size(group) == dist.get_world_size()
         return by_all or self._rank == 0 or _dimension(parameter) is not None
@@ -97,13 +97,13 @@ class DividedTensors(Division):
         return self._part(parameter, self._rank)
 
     def _part(self, name: str, rank: int) -> str:
-        """The name in a checkpoint of a rank's part. Parts of input features lie in as many pieces as a tensor has
-        rows, so checkpoints keep parts: a run goes on with the same `trainer.tensor_parallel`."""
+        """Return the name of a rank's part in a checkpoint. Parts of input features lie in as many pieces as a tensor
+        has rows, so checkpoints keep parts: a run goes on with the same `trainer.tensor_parallel`."""
         return f"{name}[{rank} of {self._size}]" if name in self._divided else name
 
 
 def _dimension(parameter: Tensor) -> int | None:
-    """The dimension in which AutoTP has divided a parameter; None: it has not."""
+    """Return the dimension in which AutoTP has divided a parameter, or None for an undivided parameter."""
     if (gather := getattr(parameter, "gather_params", None)) is None:
         return None
     return 1 if type(gather.__self__).__name__ == "LinearAllreduce" else 0

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has parts."""
+"""The norm of gradients divided over ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,8 +14,8 @@ def clip_divided(
     largest: float,
     group: Any,
 ) -> Tensor:
-    """Scale gradients down to the norm `largest`, as torch's `clip_grad_norm_`. Returns their norm before that (all
-    ranks of the group). group: the ranks that have different parts of the divided parameters, and the same others."""
+    """Scale gradients down to the norm `largest`, as torch's `clip_grad_norm_`. Returns the norm before (all ranks of
+    the group). group: ranks with different parts of the divided parameters, and the same undivided parameters."""
     squares = torch.zeros(2, dtype=torch.float64)
     gradients = []
     for parameter in parameters:

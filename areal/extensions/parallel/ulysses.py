@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): several ranks compute each row together, by DeepSpeed's ALST.
 
 The ranks of a *sequence group* have the same rows. Each rank computes an equal part of a row's tokens. In attention,
-the ranks exchange tokens for heads: each then has all tokens of the row for its share of the heads, so the attention
-functions of `packed`, prefix trees included, work as they are. Everything else in a model takes each token by itself.
-At the end the ranks exchange log-probs, so that each has those of the whole row: objectives may look at sequences.
+the ranks exchange tokens for heads: each rank then has all tokens of the row for some heads, so the attention functions
+of `packed`, prefix trees included, work unchanged. All further layers of a model take each token by itself. At the end
+the ranks exchange log-probs, so that each rank has the whole row's: objectives may look at sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ from areal.training.row_groups import Attention, Compute, RowGroup
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """What one rank computes of a row.
+    """The part of a row that a rank computes.
 
-    row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
-    [1, T / size], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which
-    of those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
-    int64, which of the row's S tokens these are. inputs: of this rank's tokens, as in `PackedRow`.
+    row: the row, filled up by a last sequence so that all parts have the same size. tokens, positions: int64 [1, T /
+    size], the rank's tokens. predicts: int64, places among the rank's tokens whose hidden states are needed.
+    distribution: the place in `predicts` for each log-probability of the rank. targets: the tokens of these
+    log-probabilities. indices: int64, the places of these tokens among the row's S. inputs: as in `PackedRow`.
     """
 
     row: PackedRow
@@ -45,7 +45,7 @@ class RowPart:
 
 class SequenceGroup(RowGroup):
     """`size` neighbours, each with a part of every row (all ranks). Raises UserError if the ranks cannot be divided
-    into such groups."""
+    into groups of `size`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class SequenceGroup(RowGroup):
         return self.join(part, compute(part, part.row, **inputs))
 
     def part(self, row: PackedRow) -> RowPart:
-        """This rank's part of `row`."""
+        """Return this rank's part of `row`."""
         filled = row.filled(-row.tokens.shape[1] % self.size)
         size = filled.tokens.shape[1] // self.size
         start = self._rank * size
@@ -97,7 +97,7 @@ class SequenceGroup(RowGroup):
         )
 
     def join(self, part: RowPart, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the forward pass gives for the whole row, [S] each (all ranks of the group). own: for this rank's part.
+        """Return the forward pass's outputs for the whole row, [S] each (all ranks of the group). own: for this part.
 
         The gradient of another rank's values is computed by that rank.
         """
@@ -107,14 +107,14 @@ class SequenceGroup(RowGroup):
         return tuple(whole.index_put((part.indices,), values) for whole, values in zip(outputs, own, strict=True))
 
     def part_of_heads(self, values: Tensor) -> Tensor:
-        """Of the values of all heads, [heads], those of the heads whose attention this rank computes."""
+        """Return the values of this rank's heads. values: [heads], values of all heads."""
         return values.chunk(self.size)[self._rank]
 
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, options: dict[str, Any]
     ) -> tuple[Attention, dict[str, Any]]:
         attention = _exchanging(attention, query.shape[1], key.shape[1], query.shape[3], self._group)
-        # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
+        # DeepSpeed collects positions for functions that tell sequences apart by positions. Ours have the row.
         options["position_ids"] = query.new_zeros(1, 1)
         if options.get("s_aux") is not None:
             options["s_aux"] = self.part_of_heads(options["s_aux"])
@@ -122,7 +122,7 @@ class SequenceGroup(RowGroup):
 
 
 class Muted(RowGroup):
-    """This rank alone, with 0 in place of what attention gives."""
+    """This rank alone, with 0 in place of the attention's output."""
 
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, options: dict[str, Any]
@@ -156,10 +156,10 @@ def only_attention_mixes(
     vocabulary: int,
     device: torch.device,
 ) -> bool:
-    """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
+    """Return whether a model without attention takes each token by itself, so that ranks can divide a row (all ranks).
 
-    The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
-    0. forward: log-probs of a row, and more, with 0 for what attention returns; embeddings: as in `keeps_apart`.
+    The gradient of a log-prob must be exactly 0 with respect to the embeddings of all tokens but the predicting token.
+    forward: returns log-probs of a row first, with 0 for the attention's output; embeddings: as in `keeps_apart`.
     """
     flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
     row = pack(flat, flat.trained(None), [0], device)

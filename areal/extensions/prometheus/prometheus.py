@@ -10,15 +10,15 @@ import structlog
 from areal.config.role_sections import ObserveConfig
 from areal.storage.events import TOTALS
 
-# Actors of one machine try this many ports, from `observe.prometheus_port` on, and take the first free one.
+# Actors of a machine try this many ports, from `observe.prometheus_port` on, and take the first free port.
 PORTS_TRIED = 256
 
 log = structlog.get_logger()
 
 
 class Numbers:
-    """A prometheus_client collector of the numbers that `read` returns. `read` is called in a thread of the HTTP
-    server, so the dictionary that it returns must not change afterwards."""
+    """A prometheus_client collector of the numbers that `read` returns. The HTTP server calls `read` in a thread, so
+    `read` must return a dictionary that no longer changes."""
 
     def __init__(self, role: str, index: int, read: Callable[[], dict[str, float]]) -> None:
         self._labels = {"role": role, "index": str(index)}
@@ -36,7 +36,7 @@ class Numbers:
 
 def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[str, float]]) -> Any:
     """Serve the numbers that `read` returns, from threads that end with the process. config: with a port. Returns the
-    HTTP server; None if no port is free, which does not fail the actor."""
+    HTTP server, or None if no port is free, which does not fail the actor."""
     assert config.prometheus_port is not None
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
@@ -56,7 +56,7 @@ def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[
 
 
 def _asks_for(token: str | None, application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """`application`, for requests with the token only. token: None allows all requests."""
+    """Return `application`, but only for requests with the token. token: None allows all requests."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         brought = environ.get("HTTP_AUTHORIZATION", "")

@@ -21,8 +21,7 @@ RECORD, ELSEWHERE = "{record}", "{elsewhere}"
 
 class Redaction:
     """Replaces paths in texts. folder: the run's folder, replaced by RECORD; `model`: its model, a folder in RECORD.
-    Paths in the clone become relative to the clone. Any other path below a root folder of this machine keeps its last
-    name."""
+    Paths in the clone become relative. Any other path below a root folder of this machine keeps only its last name."""
 
     def __init__(self, folder: Path, model: str) -> None:
         names = {str(folder.resolve()): RECORD, str(folder.absolute()): RECORD, f"{ROOT}/": "", str(ROOT): "."}

@@ -1,1 +1,1 @@
-"""Gives routers of mixtures the experts that sampling chose. All of it is in `routes.py`."""
+"""Gives routers of mixtures the experts chosen in sampling. The code is in `routes.py`."""

@@ -1,4 +1,4 @@
-"""Gives routers the experts that sampling chose (R3, arXiv 2510.11370)."""
+"""Gives routers the experts chosen in sampling (R3, arXiv 2510.11370)."""
 
 import re
 from functools import partial
@@ -11,8 +11,8 @@ from areal.models import Routing
 
 
 class RouteReplay:
-    """Has the routers of `module` send tokens to the experts of their routes. The weights of these come from the
-    router's own logits, which so have their gradient. `routing`: of the model."""
+    """Has the routers of `module` send tokens to the experts of their routes. The router's own logits weigh the
+    experts, so the router has its gradient. `routing`: the model's kind of routing."""
 
     def __init__(self, module: torch.nn.Module, routing: Routing) -> None:
         self._routing = routing
@@ -33,7 +33,7 @@ class RouteReplay:
     def _replace(
         self, layer: int, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The logits of all experts [T, experts], and the weights and the numbers of the chosen ones [T, chosen]."""
+        """Return the logits of all experts [T, experts], and weights and numbers of the chosen experts [T, chosen]."""
         if self._routes is None:
             return None
         logits, weights, by_router = output
@@ -41,16 +41,16 @@ class RouteReplay:
         return logits, self._weights(router, logits, chosen).to(weights.dtype), chosen
 
     def _chosen(self, layer: int, by_router: Tensor) -> Tensor:
-        """The numbers of the experts of each token, [T, chosen]: of its route, or by the router if it has none."""
+        """Return the numbers of each token's experts, [T, chosen]: its route's, or the router's without a route."""
         assert self._routes is not None
         return torch.where(self._has_routes, self._routes[:, layer].to(by_router.dtype), by_router)
 
     def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-        """As the routers of transformers compute them."""
+        """Return the weights of the chosen experts, computed as in transformers' routers."""
         if self._routing.gates == "logits":
             return logits.gather(1, chosen).softmax(-1)
         scores = logits.sigmoid() if self._routing.gates == "sigmoid" else logits.softmax(-1, torch.float32)
         weights = scores.gather(1, chosen)
-        if getattr(router, "norm_topk_prob", True):  # those without this key always do
+        if getattr(router, "norm_topk_prob", True):  # routers without this key always normalise
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * getattr(router, "routed_scaling_factor", 1.0)

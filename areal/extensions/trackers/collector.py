@@ -1,8 +1,8 @@
 """The tracker `opentelemetry`: sends the spans of a run (areal.extensions.trackers.spans) to a collector, by OTLP.
 
-It reads the files of the run, so no actor does anything for it. Its thread sends, so no other tracker waits for the
-collector. Spans that the collector does not take are sent again with the next step, and until then no more are made.
-`traced.json` says what was sent, so that a resumed run sends nothing twice.
+The tracker reads the files of the run, so actors have no extra work. A thread sends the spans, so no other tracker
+waits for the collector. Refused spans are sent again with the next step, and no new spans are made until then.
+`traced.json` has the last record sent, so that a resumed run sends nothing twice.
 """
 
 import atexit
@@ -33,10 +33,10 @@ from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import EVENTS, METRICS, ROLLOUTS
 from areal.storage.stored_groups import rows_of
 
-# Spans of one request.
+# Spans of a request.
 AT_ONCE = 512
 ROWS_AT_ONCE = 256
-# How long the last spans of a run may take; the process has five seconds.
+# Seconds for the last spans of a run; the process has five seconds.
 CLOSE_SECONDS = 4.0
 SENT = "step", "file", "time"
 
@@ -45,17 +45,17 @@ log = structlog.get_logger()
 
 class SpanSender:
     """A sink (areal.extensions.trackers.tracking): each record is a sign to look for new spans. exporter: by default
-    the one that OTEL_EXPORTER_OTLP_PROTOCOL names, configured by the other variables of OTLP."""
+    the exporter named by OTEL_EXPORTER_OTLP_PROTOCOL, configured by the other variables of OTLP."""
 
     def __init__(self, config: Config, folder: Path, exporter: SpanExporter | None = None) -> None:
         self._folder, self._maker = folder, SpanMaker(config, run_id(folder))
         self._exporter = exporter or open_exporter()
         self._new_steps, self._new_events = NewRecords(folder / METRICS), NewRecords(folder / EVENTS)
-        self._events: list[dict[str, Any]] = []  # whose step is not there yet
+        self._events: list[dict[str, Any]] = []  # events of a step not yet there
         self._unsent: deque[ReadableSpan] = deque()
         self._state = folder / "traced.json"
         state = json.loads(self._state.read_text()) if self._state.exists() else {}
-        # The step, the file of rollouts and the time of events up to which all was sent.
+        # The last step, file of rollouts and time of events already sent.
         self._first, self._file, self._since = (
             value if isinstance(value := state.get(key), int | float) else 0 for key in SENT
         )
@@ -70,7 +70,7 @@ class SpanSender:
         self._wake.set()
 
     def close(self) -> None:
-        """Send what remains of a run that has ended, unless the collector refuses."""
+        """Send the remaining spans of an ended run, unless the collector refuses."""
         atexit.unregister(self.close)
         self._over.set()
         self._wake.set()
@@ -87,13 +87,13 @@ class SpanSender:
                 self._look(over)
 
     def _look(self, over: bool) -> None:
-        """Send the new spans, of a run that is over all."""
+        """Send the new spans. over: send all spans of an ended run."""
         while self._read(over):
             if not self._send():
                 return
 
     def _read(self, over: bool) -> bool:
-        """Make spans of what is new, of rollouts one file, unless others wait. Returns whether there are some."""
+        """Make spans of new records and of a file of rollouts, unless spans wait. Returns whether there are spans."""
         if self._unsent:
             return True
         maker = self._maker
@@ -116,7 +116,7 @@ class SpanSender:
         return bool(self._unsent)
 
     def _send(self) -> bool:
-        """Send the spans that were made. Returns whether the collector has taken all."""
+        """Send the waiting spans. Returns whether the collector has taken all."""
         while portion := [*islice(self._unsent, AT_ONCE)]:
             if self._exporter.export(portion) is not SpanExportResult.SUCCESS:
                 if not self._refused:
@@ -133,8 +133,8 @@ class SpanSender:
 
 
 def open_exporter() -> SpanExporter:
-    """The exporter of the protocol that the environment names. Raises UserError."""
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says each failure, twice
+    """Return the exporter of the protocol named by the environment. Raises UserError."""
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # each failure would be logged twice
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     if protocol == "http/protobuf":
@@ -149,7 +149,7 @@ def open_exporter() -> SpanExporter:
 
 
 def _samples(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each sample in a file of rollouts; none of a file that cannot be read."""
+    """Yield the rows of each sample in a file of rollouts. An unreadable file yields nothing."""
     rows = []
     try:
         with opened(path) as file:

@@ -1,4 +1,4 @@
-"""The tool that sends the numbers of a run."""
+"""The command `areal track`, which sends the numbers of a run."""
 
 from areal.base.command_line import RUN, RoomTools
 

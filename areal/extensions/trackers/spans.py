@@ -1,7 +1,7 @@
 """The spans of a run for OpenTelemetry, made of the records in its folder.
 
     rl.loop               a step, from the commit before it to its own
-      rl.train, rl.sync, areal.*  what actors measured meanwhile: one for each span of events.jsonl
+      rl.train, rl.sync, areal.*  measurements of actors meanwhile: a span for each span of events.jsonl
     rl.sample             a trace of its own: from the permit of the group to the end of the training of the sample
       areal.permit            the group waits for a generator
       chat MODEL              the workflow generates tokens
@@ -9,8 +9,8 @@
       rl.train                the training of the step, with a link to its rl.loop
 
 Names and attributes follow the drafts of `rl.*` (open-telemetry/semantic-conventions-genai, issue 88) and `gen_ai.*`;
-what the drafts lack is named `areal.*`. No span has a text of the run. Ids are digests of names, so a span that is sent
-twice is one span.
+names missing in the drafts are `areal.*`. No span has a text of the run. Ids are digests of names, so a span sent twice
+is a single span.
 """
 
 from bisect import bisect_left
@@ -26,21 +26,21 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from areal.config import Config
 
-# What the trainer and the generators do with weights.
+# Work of the trainer and the generators on weights.
 SYNC = {"snapshot", "write", "publish_wait", "pause", "load", "resume"}
 STEP_NUMBERS = ("reward_mean", "loss", "groups_trained", "tokens_trained", "staleness_mean", "staleness_max")
 COLUMNS = (
     *("step", "group", "sample", "fate", "reason", "turns", "prompt_tokens", "completion_tokens", "reward", "finish"),
     *("start_version", "staleness", "generators", "began", "seconds", "waited", "scoring"),
 )
-"""What `SpanMaker.sample` needs of a rollout."""
+"""Columns of rollouts read by `SpanMaker.sample`."""
 
 Values = Mapping[str, Any]
 UNSET = Status()
 
 
 class TrainedStep(NamedTuple):
-    """When a step was in progress, and its training; seconds since 1970."""
+    """The times of a step and of its training; seconds since 1970."""
 
     begin: float
     train_begin: float
@@ -49,7 +49,7 @@ class TrainedStep(NamedTuple):
 
     @classmethod
     def of(cls, record: Values) -> "TrainedStep":
-        """The step of a record of metrics.jsonl. Three phases follow the training and end with the commit."""
+        """Return the step of a record of metrics.jsonl. Three phases follow the training and end with the commit."""
         end = record["time"]
         trained = end - sum(record.get(f"{phase}_seconds") or 0.0 for phase in ("publish_wait", "snapshot", "offload"))
         began = trained - (record.get("train_seconds") or 0.0)
@@ -57,11 +57,11 @@ class TrainedStep(NamedTuple):
 
 
 class SpanMaker:
-    """Makes the spans of a run. run: its identity. Of the traces, OTEL_TRACES_SAMPLER chooses some; `resource` has
-    what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say."""
+    """Makes the spans of a run. run: its identity. OTEL_TRACES_SAMPLER chooses some of the traces; `resource` has the
+    values of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES."""
 
     def __init__(self, config: Config, run: str) -> None:
-        # A folder's name stands for the path to it.
+        # A folder gives only its name, not its path.
         self._model = Path(config.model).name if Path(config.model).is_absolute() else config.model
         named = {"service.name": "areal", "rl.system": "areal", "rl.run.id": f"{config.name}-{run}"}
         named |= {"rl.model.name": self._model, "rl.algorithm": config.trainer.objective}
@@ -83,11 +83,11 @@ class SpanMaker:
 
     @property
     def until(self) -> float:
-        """When the newest step was committed; 0 without one."""
+        """The time of the newest step's commit; 0 without a step."""
         return self._ends[-1] if self._ends else 0.0
 
     def step(self, record: Values) -> list[ReadableSpan]:
-        """The span of a step, by its record in metrics.jsonl. Steps come in order."""
+        """Return the span of a step, from its record in metrics.jsonl. Steps come in order."""
         number = record["step"]
         step = self.steps[number] = TrainedStep.of(record)
         self._numbers.append(number)
@@ -96,8 +96,8 @@ class SpanMaker:
         return self._of_trace(f"step {number}", [("rl.loop", "rl.loop", step.begin, step.end, labels)])
 
     def event(self, event: Values) -> list[ReadableSpan]:
-        """The span that an actor measured, in the trace of the step in which it began. That step is `steps`' next one
-        if it is not there."""
+        """Return the span measured by an actor, in the trace of the step in which it began. If the step has no record
+        yet, the span belongs to the step after the newest."""
         begin, what = event["time"], event["span"]
         place = bisect_left(self._ends, begin)
         number = self._numbers[place] if place < len(self._numbers) else max(self._numbers, default=0) + 1
@@ -108,7 +108,7 @@ class SpanMaker:
         return self._of_trace(f"step {number}", [(name, key, begin, begin + event["seconds"], labels)], root)
 
     def sample(self, branches: Sequence[Values]) -> list[ReadableSpan]:
-        """The spans of a sample, by the rows of its rollout; none of a user's session, which has no times."""
+        """Return the spans of a sample, from the rows of its rollout. A user's session has no times, so no spans."""
         row = branches[0]
         if row["began"] is None:
             return []
@@ -151,8 +151,8 @@ class SpanMaker:
         status: Status = UNSET,
         links: Sequence[Link] = (),
     ) -> list[ReadableSpan]:
-        """Spans of a trace: of each part its name, its key in the trace, when it began and ended, and its attributes,
-        without those that are None. Empty if the trace is not chosen."""
+        """Return spans of a trace. Each part is a name, a key in the trace, beginning, end, and attributes, of which
+        None is left out. Empty if the sampler drops the trace."""
         sampling = self._sampler.should_sample(None, _digest(f"{self._run} {trace}", 16), trace)
         if sampling.decision is Decision.DROP:
             return []

@@ -1,9 +1,9 @@
 """Sends the numbers of a run to TensorBoard, to W&B, trackio and MLflow if the configuration names a project, and to
-the trackers that it names (`observe.trackers`).
+further trackers in the configuration (`observe.trackers`).
 
-A separate process (`areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and
-evaluations.jsonl and passes every record to each sink. Its failure does not fail the run. `tracked.json` holds the last
-record that was sent from each file, so that a resumed run sends nothing twice.
+A separate process (`areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and evaluations.jsonl and
+passes every record to each sink. Its failure does not fail the run. `tracked.json` holds the last record sent from each
+file, so that a resumed run sends nothing twice.
 """
 
 import importlib.util
@@ -35,19 +35,19 @@ from areal.storage.run_files import EVALUATIONS, METRICS
 from areal.storage.run_folder import config_of_run, read_summary
 
 POLL_SECONDS = 1.0
-# How long the process may take to end after the end of the run.
+# Seconds for the process to end after the run.
 LAST_WORDS_SECONDS = 5.0
 RESTART_SECONDS = 10.0
 NICENESS = 10
-# What MLflow takes: characters of a name, settings in one request, characters of a setting.
+# Limits of MLflow: characters of a name, settings in a request, characters of a setting.
 NOT_MLFLOW = re.compile(r"[^\w ./-]")
 MLFLOW_PARAMS, LONGEST_PARAM = 100, 500
-# The files that are followed, and the key that numbers their records.
+# The followed files, and the key that numbers their records.
 FILES = {METRICS: "step", EVALUATIONS: "version"}
 
 Sink = Callable[[int, dict[str, float], float], None]
 """Takes the step (or version), numbers by name such as `step/reward_mean`, and the time, seconds since 1970. A tracker
-is a function of the configuration, the folder of the run and its `observe.tracker_options` that returns a sink."""
+is a function of the configuration, the run's folder and the options in `observe.tracker_options`; it returns a sink."""
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class TrackingProcess:
 
     @staticmethod
     def check(config: ObserveConfig) -> None:
-        """Raises UserError if a tracker is configured that is not installed."""
+        """Raise UserError if a configured tracker is not installed."""
         for name in config.trackers:
             extensions.find("tracker", name, "The tracker")
         for name in ("wandb", "trackio", "mlflow"):
@@ -68,8 +68,8 @@ class TrackingProcess:
 
     @classmethod
     def begin(cls, config: Config) -> "TrackingProcess | None":
-        """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if
-        the process cannot be started, which does not fail the run."""
+        """Start the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if
+        the start fails, which does not fail the run."""
         observe = config.observe
         if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow or observe.trackers):
             return None
@@ -88,7 +88,7 @@ class TrackingProcess:
         self._thread.start()
 
     def finish(self) -> None:
-        """If the run has ended, give the process the time to send the remaining records. Then kill it."""
+        """Give the process of an ended run the time to send the remaining records. Then kill the process."""
         self._over.set()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LAST_WORDS_SECONDS if read_summary(self._folder) else 0.0)
@@ -113,13 +113,13 @@ class TrackingProcess:
                 self._process = self._open()
             except OSError as error:  # a full disk, for instance
                 log.warning("the tracking process does not start", error=str(error))
-            if self._over.is_set():  # `finish` may have killed the one before
+            if self._over.is_set():  # `finish` may have killed the process before
                 self._process.kill()
 
 
 def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
-    # What it prints goes into the run folder, whose disk may be full.
+    # The output goes into the run folder, and its disk may be full.
     sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
     within(options.folder / "tensorboard", options.folder)
     tracker = Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder))
@@ -128,8 +128,8 @@ def track(options: Namespace) -> None:
 
 
 class Tracker:
-    """Passes new records to the sinks. A sink that raises an exception gets no more records, unless its disk takes no
-    writes: then it gets the record again."""
+    """Passes new records to the sinks. A sink that raises an exception gets no more records. If the sink's disk takes
+    no writes, the sink gets the record again."""
 
     def __init__(self, folder: Path, sinks: dict[str, Sink]) -> None:
         self._folder = folder
@@ -178,7 +178,7 @@ class Tracker:
 
 
 def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
-    """The sinks that are configured and can be opened."""
+    """Open the configured sinks, and leave out sinks that fail to open."""
     openers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
     named = {name: opener for name, opener in openers.items() if getattr(config.observe, name)}
     named |= {name: partial(_open_tracker, name) for name in config.observe.trackers}
@@ -216,7 +216,7 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
                 writer.add_scalar(name, value, step, wall_time=at)
             writer.flush()
         except OSError:
-            writer = None  # it takes no more
+            writer = None  # the writer takes no more
             raise
         if sum(file.stat().st_size for file in {*(folder / "tensorboard").iterdir()} - earlier) > limit:
             writer.close()
@@ -254,13 +254,13 @@ def _trackio(config: Config, folder: Path) -> Sink:
 def _mlflow(config: Config, folder: Path) -> Sink:
     import mlflow
 
-    if "MLFLOW_TRACKING_URI" not in os.environ:  # by itself it writes into the folder of the code
+    if "MLFLOW_TRACKING_URI" not in os.environ:  # by default MLflow writes into the folder of the code
         mlflow.set_tracking_uri(f"sqlite:///{folder.parent.absolute() / 'mlflow.db'}")
     mlflow.set_experiment(config.observe.mlflow)
     this_run = run_id(folder)
     runs = mlflow.search_runs(filter_string=f"tags.areal = '{this_run}'", output_format="list")
     mlflow.start_run(runs[0].info.run_id if runs else None, run_name=config.name, tags={"areal": this_run})
-    params = [] if runs else list(_params(config.model_dump(mode="json")))  # they cannot be changed
+    params = [] if runs else list(_params(config.model_dump(mode="json")))  # MLflow cannot change params
     for begin in range(0, len(params), MLFLOW_PARAMS):
         mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
 
@@ -271,7 +271,7 @@ def _mlflow(config: Config, folder: Path) -> Sink:
 
 
 def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings of a run as MLflow takes them: flat, with short values."""
+    """Yield the settings of a run for MLflow: flat, with short values."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _params(value, f"{prefix}{name}.")
@@ -280,6 +280,6 @@ def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def run_id(folder: Path) -> str:
-    """An id that stays when this run is resumed; the next run of its name, and one that has gone back, have another."""
+    """Return an id that a resumed run keeps. A later run of the same name, or a run that went back, has a new id."""
     rollbacks = len(list((folder / "abandoned").glob("*")))
     return f"{(folder / 'journal.db').stat().st_ino:x}{f'-{rollbacks}' if rollbacks else ''}"
