@@ -1,9 +1,9 @@
 """Expert parallelism by DeepSpeed's AutoEP: the ranks of a group share out the experts of each layer.
 
 AutoEP replaces each layer of experts by its own layer, which sends a token to the ranks with the token's experts. All
-other weights stay unchanged. The parameters of a replaced layer are a rank's experts, `w1`, `w2` and `w3` [experts /
-size, ...]: in transformers `w1` is the first half of `gate_up_proj` [experts, 2 intermediate, hidden], `w3` the second,
-and `w2` is `down_proj` [experts, hidden, intermediate].
+other weights stay unchanged. The parameters of a replaced layer are a rank's experts, `w1`, `w2` and `w3`
+[experts / size, ...]: in transformers `w1` is the first half of `gate_up_proj` [experts, 2 intermediate, hidden],
+`w3` the second, and `w2` is `down_proj` [experts, hidden, intermediate].
 """
 
 from collections.abc import Iterable, Iterator, Mapping

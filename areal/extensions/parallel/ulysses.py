@@ -27,8 +27,8 @@ from areal.training.row_groups import Attention, Compute, RowGroup
 class RowPart:
     """The part of a row that a rank computes.
 
-    row: the row, filled up by a last sequence so that all parts have the same size. tokens, positions: int64 [1, T /
-    size], the rank's tokens. predicts: int64, places among the rank's tokens whose hidden states are needed.
+    row: the row, filled up by a last sequence so that all parts have the same size. tokens, positions: int64
+    [1, T / size], the rank's tokens. predicts: int64, places among the rank's tokens whose hidden states are needed.
     distribution: the place in `predicts` for each log-probability of the rank. targets: the tokens of these
     log-probabilities. indices: int64, the places of these tokens among the row's S. inputs: as in `PackedRow`.
     """

@@ -1,4 +1,4 @@
-"""A part of the self-test in a process of its own: lines of JSON with orders go in, and with findings come out.
+"""A part of the self-test in a process of its own: orders go in and findings come out, each as a line of JSON.
 
 Two engines in one process disturb each other, and a crash or a hang ends only the checks of its own process.
 """

@@ -119,7 +119,7 @@ class EngineTest:
             self._do(self.trainer, "logprobs", names, self._compared | self._turns, **files)
 
     def _follows(self, names: set[str], order: str, needed_for: Collection[str] = ()) -> bool:
-        """Return whether to make the checks `names`, or an order `needed_for` later checks, both after `order`."""
+        """Return whether to make the checks `names`, or an order `needed_for` later checks: both need `order` done."""
         return self._test.follows(self._name, names, order in self._done, needed_for)
 
     def _replace_trainer(self) -> None:
