@@ -58,15 +58,15 @@ NAMED = 5
 """The most faults named for a check."""
 TOLERANCE = 1e-6
 _JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS = (
-    "the journal is whole and each event follows from those before",
-    "each prompt is trained once, or not for a reason",
+    "the journal is whole and each event follows from earlier events",
+    "each prompt is trained once, or left out for a reason",
     "each batch is within the bound",
-    "rewards are those that the master was told",
-    "texts are those of the tokens",
+    "rewards match the journal",
+    "texts match the tokens",
 )
 _OF_RANKS = "AREAL_AUDIT_REPORT"
 """Environment variable of ranks: the file, of a random name, for the report of rank 0."""
-_VERSIONS, _WEIGHTS = "each token is of the version that it names", "the record gives these weights"
+_VERSIONS, _WEIGHTS = "each token has the right version", "the record gives these weights"
 CHECKS = (_JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS, _VERSIONS, _WEIGHTS)
 
 
@@ -313,7 +313,7 @@ class Audit:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
         tokens = 0
-        # A fixed seed makes all ranks draw the same steps.
+        # The report's random name is the seed, so all ranks draw the same steps.
         drawn = random.Random(os.environ.get(_OF_RANKS)).sample(possible, len(possible))
         for first, last in possible if self.full else drawn:
             (variant,) = plan(self.record, [], steps=f"{first}:{last}")

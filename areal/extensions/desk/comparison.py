@@ -1,7 +1,6 @@
 """Runs side by side: their different settings, and their figures, as means over seeds.
 
-`areal compare RUN RUN ...` prints both, and the page of several runs shows both. Unfinished runs have the figures so
-far.
+`areal compare RUN RUN ...` and the page of several runs show both. An unfinished run has its figures so far.
 """
 
 import json

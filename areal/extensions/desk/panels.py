@@ -40,14 +40,15 @@ UNITS = {
 class Panel:
     """A plot of a run.
 
-    curves: a metric, or a formula of metrics, by label. A formula is a sum, `a + b`, or a sum over a metric, `a + b /
-    c`. `*` in a label and its metric stands for each part of a metric with parts, such as `reward_parts.*`. says: the
-    sentence below the plot. unit: the values' unit; `s`, `bytes` and `share` get prefixes on the page, and a share has
-    the limits 0 and 1. from_0: the axis begins at 0. log: a logarithmic axis if values differ much. bound: the
-    configuration key whose value is drawn as a line. of: the place of a value, a `step` or an evaluated `version`.
-    error: the metric with the standard error of the first curve. stack: the curves are parts, drawn on top of each
-    other. total: the metric divided into the parts. needs: the panel is left out if this metric is 0 in all steps.
-    main: drawn first, and larger. colours: names in COLOURS.
+    curves: a metric, or a formula of metrics, by label. A formula is a sum, `a + b`, or a sum over a metric,
+    `a + b / c`. `*` in a label and its metric stands for each part of a metric with parts, such as `reward_parts.*`.
+    says: the sentence below the plot. unit: the values' unit; `s`, `bytes` and `share` get prefixes on the page, and a
+    share has the limits 0 and 1. from_0: the axis begins at 0. log: a logarithmic axis if values differ much.
+    bound: the configuration key with the value of a line. of: the place of a value, a `step` or an evaluated `version`.
+    error: the metric with the standard error of the first curve.
+    stack: the curves are parts, drawn on top of each other. total: the metric divided into the parts.
+    needs: the panel is left out if this metric is 0 in all steps. main: drawn first, and larger.
+    colours: names in COLOURS.
     """
 
     title: str

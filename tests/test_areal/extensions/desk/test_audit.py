@@ -242,13 +242,13 @@ def cut_journal(run: Path, where: str) -> None:
     connection.close()
 
 
-WEIGHTS, VERSIONS = "the record gives these weights", "each token is of the version that it names"
-ONCE, BOUND = "each prompt is trained once, or not for a reason", "each batch is within the bound"
+WEIGHTS, VERSIONS = "the record gives these weights", "each token has the right version"
+ONCE, BOUND = "each prompt is trained once, or left out for a reason", "each batch is within the bound"
 REWARDS, JOURNAL = (
-    "rewards are those that the master was told",
-    "the journal is whole and each event follows from those before",
+    "rewards match the journal",
+    "the journal is whole and each event follows from earlier events",
 )
-TEXTS = "texts are those of the tokens"
+TEXTS = "texts match the tokens"
 
 
 @pytest.mark.parametrize(
