@@ -170,8 +170,8 @@ def training_memory(
       takes nothing and gradients have the weights' type; with `all`, two layers' weights are fetched at a time
       (assumed). The reference model has only weights.
     * Experts or tensors are divided at every stage, and ZeRO divides each part among the ranks with the same part.
-    * Host memory: the copies of the published weights, and of the weights in a checkpoint written meanwhile, both divided
-      among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and offloaded states.
+    * Host memory: the copies of the published weights, and of the weights in a checkpoint written meanwhile, both
+      divided among a host's ranks, with `merged` once more; a checkpoint's fp32 weights and moments; offloaded states.
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]

@@ -124,8 +124,7 @@ class Sweep:
     def run(self) -> int:
         """Do all unfinished runs. A run that has begun is resumed. A failure is reported, and the next run follows.
 
-        Returns the exit code: 0 if all runs are finished, 1 if a run has failed, 128 and the signal's number after a
-        signal.
+        Returns the exit code: 0 if all runs are finished, 1 if a run has failed, 128 + N after the signal N.
         """
         for sign in stop_signals():
             signal.signal(sign, self._stop)
