@@ -91,7 +91,7 @@ def panels() -> tuple[Panel, ...]:
     )
 
 
-def with_others(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Return the listed panels, and a panel for each further number in the records of steps."""
     named = {*NO_METRICS, *(metric for panel in panels() for metric in panel.metrics)}
     unnamed = [name for name in dict.fromkeys(chain.from_iterable(records)) if name not in named]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from areal.extensions.desk.panels import COLOURS, SEVERAL, Panel, with_others
+from areal.extensions.desk.panels import COLOURS, SEVERAL, Panel, panels_of
 from areal.storage.record import Record, number_or_nan
 
 # A curve is smoothed over a 20th of its points, to either side. A curve with fewer points is not smoothed.
@@ -59,7 +59,7 @@ def plots(runs: Sequence[Record]) -> list[Plot]:
         {"step": Measured.of(run.records, "step"), "version": Measured.of(run.evaluations, "version")} for run in runs
     ]
     drawn: list[Plot] = []
-    for panel in with_others([record for run in runs for record in run.records]):
+    for panel in panels_of([record for run in runs for record in run.records]):
         if panel.needs and not any(record.get(panel.needs) for run in runs for record in run.records):
             continue
         measured = [source[panel.of] for source in sources]

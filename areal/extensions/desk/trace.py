@@ -13,7 +13,7 @@ from typing import Any
 
 from areal.config.roles import ROLES
 from areal.extensions.desk import timeline
-from areal.extensions.desk.panels import with_others
+from areal.extensions.desk.panels import panels_of
 from areal.extensions.desk.timeline import TimelineSpan
 from areal.storage.disk import replace
 from areal.storage.events import TOTALS
@@ -94,7 +94,7 @@ Counter = tuple[str, str, float, dict[str, float]]
 
 
 def step_counters(run: Record) -> Iterator[Counter]:
-    panels = with_others(run.records)
+    panels = panels_of(run.records)
     for record, end in zip(run.records, run.times, strict=True):
         for panel in panels:
             if values := {key: record[key] for key in panel.metrics if isinstance(record.get(key), int | float)}:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal.extensions.desk.grafana import ACTORS, dashboard
-from areal.extensions.desk.panels import COLOURS, Panel, panels, with_others
+from areal.extensions.desk.panels import COLOURS, Panel, panels, panels_of
 from areal.extensions.desk.plots import MOST_POINTS, SMALLEST, plots, ramp, smoothed, upper_limit
 from areal.storage.record import Record
 from areal.storage.records import line_of
@@ -55,7 +55,7 @@ def test_every_metric_of_the_list_is_explained_and_every_colour_is_known():
 
 
 def test_a_metric_that_no_panel_has_gets_a_panel_with_the_unit_of_its_name(run_of):
-    assert [panel.title for panel in with_others([{"step": 1, "reward_mean": 0.5, "time": 1.0, "prompts": [3]}])] == [
+    assert [panel.title for panel in panels_of([{"step": 1, "reward_mean": 0.5, "time": 1.0, "prompts": [3]}])] == [
         panel.title for panel in panels()
     ]
     drawn = by_title(run_of([{"positive_share": 0.5, "my_seconds": 2.0}] * 3))
