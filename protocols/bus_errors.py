@@ -88,5 +88,5 @@ def from_code(code: str, text: str) -> BusError:
 
 
 def text_of(error: object) -> str:
-    """The text of an error, fit for a message: parts that are not Unicode, as in a path, are escaped."""
+    """The text of an error, fit for a message: at most 4,096 characters, with `?` for parts that are not Unicode."""
     return str(error).encode(errors="replace").decode()[:4096]

@@ -20,36 +20,19 @@ log = structlog.get_logger()
 
 
 class Announcements:
-    """Events to publish. Call `open` before all other methods except `send`."""
+    """Events to publish. `publisher` is set before the first event is due."""
+
+    publisher: Publisher
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._outbox: deque[Message] = deque()
         self._mail = Notifier()
-        self._publisher: Publisher
-
-    def open(self, publisher: Publisher) -> None:
-        """Publish with `publisher` from now on."""
-        self._publisher = publisher
-
-    @property
-    def sequence(self) -> int:
-        """The number of the last published event."""
-        return self._publisher.sequence
-
-    @property
-    def address(self) -> str:
-        """The address to subscribe to."""
-        return self._publisher.address
 
     def send(self, event: Message) -> None:
         """Publish `event` after all earlier events, once the journal is on disk."""
         self._outbox.append(event)
         self._mail.notify()
-
-    def send_at_once(self, event: Message) -> None:
-        """Publish `event` before the waiting events, and without waiting for the journal."""
-        self._publisher.publish(event)
 
     async def repeat(self) -> None:
         """Publish sent events, until cancelled."""
@@ -60,6 +43,6 @@ class Announcements:
             event = next_event(self._outbox)
             await self._journal.durable()
             try:
-                self._publisher.publish(event)
+                self.publisher.publish(event)
             except MalformedError as error:  # subscribers see a gap in the numbers, and ask for a snapshot
                 log.error("an event cannot be sent", kind=event.kind, error=str(error))

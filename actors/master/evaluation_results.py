@@ -28,11 +28,6 @@ class EvaluationResults:
     partial: tuple[int, str] | None = None
     scores: dict[int, tuple[list[float], int]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, config: Config) -> "EvaluationResults":
-        """No results yet."""
-        return cls(config.steps, _conditions_of(config))
-
     def is_over(self, version: int) -> bool:
         """True if the evaluation of the version has ended, with a result or without."""
         return version in self.evaluations or version in self.not_evaluated
@@ -91,7 +86,7 @@ class EvaluationResults:
             self._add_scores(RowsScoredChange(version=version, conditions=conditions, rows=dump["row_scores"]))
 
 
-def _conditions_of(config: Config) -> str:
+def conditions_of(config: Config) -> str:
     """A digest of the settings that may change when a run is resumed and that change scores. Scores under different
     conditions do not make up a result."""
     evaluator, workflow = config.evaluator, config.rollout_manager

@@ -52,7 +52,7 @@ class Farewell:
         except TimeoutError:
             log.error("the run ends without a summary", why=str(self._run.shortage))
         if self._run.shortage:  # events wait for the journal, so the shutdown would wait for ever
-            self._run.announcements.send_at_once(self._shutdown(ending))
+            self._run.announcements.publisher.publish(self._shutdown(ending))
         else:
             self._run.send_out(self._shutdown(ending))
         if not await self._until(lambda: not self._run.state.members, FAREWELL_SECONDS):

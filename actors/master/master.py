@@ -150,8 +150,8 @@ class Master:
         first = self.state.masters * EVENTS_OF_ONE_MASTER
         try:
             self.bus.serve(address, self.dispatch, self._on_crash)
-            events = self.bus.publisher(f"tcp://{host_of(address)}:{self.config.network.ports_text}", first)
-            self._run.announcements.open(events)
+            events = f"tcp://{host_of(address)}:{self.config.network.ports_text}"
+            self._run.announcements.publisher = self.bus.publisher(events, first)
         except OSError as error:
             raise UserError(
                 f"The master cannot listen at {error.filename} ({error.strerror}): stop the process that uses the "

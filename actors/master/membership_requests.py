@@ -81,7 +81,7 @@ class MembershipRequests(HandlesRequests):
         routes = member.role in ("rollout_manager", "gateway")
         return HeartbeatAnswer(
             policy=run.state.policy,
-            sequence=run.announcements.sequence,
+            sequence=run.announcements.publisher.sequence,
             ended=self._farewell.shutdown,
             loads=self._members.heartbeats.loads_for(member.identity) if routes else None,
         )
@@ -97,7 +97,8 @@ class MembershipRequests(HandlesRequests):
         return self._snapshot()
 
     def _snapshot(self) -> Snapshot:
-        return self._members.snapshot(self._run.announcements.sequence, self._run.announcements.address)
+        events = self._run.announcements.publisher
+        return self._members.snapshot(events.sequence, events.address)
 
     @handles(ConnectionLost)
     async def connection_lost(self, request: Request[ConnectionLost]) -> Done:

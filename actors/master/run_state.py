@@ -31,7 +31,7 @@ from actors.master.changes import (
     TokensDiscarded,
     change_of,
 )
-from actors.master.evaluation_results import EvaluationResults
+from actors.master.evaluation_results import EvaluationResults, conditions_of
 from actors.master.group_tally import GroupTally
 from actors.master.session_records import SessionRecords
 from areal.base.fields import with_defaults
@@ -94,7 +94,7 @@ class RunState:
         self.added_rewards: list[tuple[int, str, float]] = []
         self.members: dict[str, Member] = {}
         self.starts: dict[str, int] = {}  # number of joins by role/index
-        self.results = EvaluationResults.of(config)
+        self.results = EvaluationResults(config.steps, conditions_of(config))
         self.tally = GroupTally()
         self.sessions = SessionRecords()
         self.seconds, self.last_step = 0.0, dict[str, Any]()

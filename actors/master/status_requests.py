@@ -48,6 +48,6 @@ class StatusRequests(HandlesRequests):
                 },
                 "members": run.members.status_rows(),
                 "ended": run.end.done(),
-                "events": run.announcements.address,
+                "events": run.announcements.publisher.address,
             }
         )

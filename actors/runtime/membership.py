@@ -34,8 +34,7 @@ import structlog
 from actors.runtime import vitals
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
 from actors.runtime.bound_addresses import ListenAddress, new_bus
-from actors.runtime.directory import Directory
-from actors.runtime.event_feed import EventFeed
+from actors.runtime.directory import Directory, EventFeed
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works, nothing
 from areal.base import extensions
@@ -78,7 +77,6 @@ SPANS_KEPT = 64
 Ask = Callable[..., Awaitable[Any]]
 """`Membership.ask`, or `ask_master`."""
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
-Beat = Callable[[], Awaitable[None]]
 T = TypeVar("T")
 log = structlog.get_logger()
 

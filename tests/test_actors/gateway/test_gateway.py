@@ -107,7 +107,7 @@ class City:
         self.samples: dict[str, StoreSamples] = {}
         self.aborted = asyncio.Event()  # the calls that nothing answers
         self.reports = True  # whether the master hears of samples
-        self.served: int | None = None  # the version that users get, if it is not the newest
+        self.served = SimpleNamespace(version=None)  # the version that users get, if it is not the newest
         self.directory = Directory(Policy(lineage=0, version=0, folder=""))
         run = SimpleNamespace(
             evaluations=self,
@@ -185,7 +185,7 @@ class City:
             await self.aborted.wait()
             raise ended()
         tokens = TOKENIZER.encode(text + END, add_special_tokens=False)
-        n, version = len(tokens), self.ledger.version if self.served is None else self.served
+        n, version = len(tokens), self.ledger.version if self.served.version is None else self.served.version
         columns = np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32)
         return call.add(Generation(*columns, None), "stop")
 
@@ -589,7 +589,7 @@ async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessio
         assert (status, body["error"]["code"]) == (503, "no_version") and not city.ledger.state.prompts.next_session
         city.directory.update({"generator/0#1": generator(0, serving=True)}, ())
         for i in range(4):
-            city.served = 0
+            city.served.version = 0
             _, _, headers = await user.say("hi", session=f"s{i}")
             assert headers["X-Areal-Version"] == "0" and headers["X-Areal-Trained"] == "yes"
             await user.reward(1, session=f"s{i}")
@@ -600,7 +600,7 @@ async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessio
         assert (headers["X-Areal-Version"], headers["X-Areal-Trained"]) == ("0", "yes")
         (group,) = city.ledger.state.groups.of_session("anna:last")
         assert (group.start_version, group.deadline) == (0, 3)
-        city.served = 2
+        city.served.version = 2
         _, _, headers = await user.say("hi", session="new")
         assert city.ledger.state.groups.of_session("anna:new")[0].admission_version == 2
 
