@@ -1,5 +1,5 @@
-"""Features that a run of rows with functions as rewards does not need. A folder adds one feature and can be deleted.
+"""Features beyond the core. A run of rows with functions as rewards needs none. A folder can be deleted.
 
-A folder's `README.md` says what the folder adds, what it costs and how to remove it. Its `extension.toml` adds entries
+The `README.md` of a folder describes the feature, the cost and the removal. The `extension.toml` beside it adds entries
 to the table of extensions (areal/base/extensions.py). The core imports nothing from here.
 """

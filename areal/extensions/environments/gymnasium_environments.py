@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from areal.base import plugins
-from areal.base.errors import UserError, explain
+from areal.base.errors import UserError
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row, extended, seed_of
 
@@ -74,11 +74,13 @@ class GymnasiumEnvironment:
         self._thread.shutdown(wait=False)
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        with explain(
-            TimeoutError, f"gymnasium:{self._id} took longer than timeout_seconds ({self._timeout:g} s)", TimeoutError
-        ):
-            async with asyncio.timeout(self._timeout):
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"gymnasium:{self._id} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _begin(self, seed: int) -> str:
         self._world = _make(self._id, self._options)

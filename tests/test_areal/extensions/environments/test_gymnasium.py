@@ -55,6 +55,8 @@ def shout():
         def step(self, action):
             if action == "crash":
                 raise RuntimeError("the game is broken")
+            if action == "wait":
+                raise TimeoutError("no player answers")
             self.left -= 1
             return "a", float(action == "A"), self.left == 0, False, {}
 
@@ -117,6 +119,8 @@ async def test_chat_messages_of_the_row_end_with_the_first_observation(shout):
 async def test_an_environment_that_fails_is_no_score(shout):
     with pytest.raises(RuntimeError, match="the game is broken"):
         await play("Shout-v0", Session("crash"))
+    with pytest.raises(TimeoutError, match="^no player answers$"):
+        await play("Shout-v0", Session("wait"))
 
 
 @pytest.fixture
