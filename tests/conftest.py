@@ -130,14 +130,19 @@ def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
 
 # Whole runs and what else takes a minute. Begun last, they would be what one process of pytest does at the end alone.
 LONG = {"test_chaos.py", "test_redo.py", "test_eval.py", "test_run.py", "test_hosts.py"}
-# What has an engine in a process of pytest. It stands together, so that one of two processes need not import vLLM and
+# What has an engine in a process of pytest. It stands together, so that one of its processes alone need import vLLM and
 # DeepSpeed, which takes longer than most tests.
 ENGINES = (
-    *(f"test_areal/{room}/" for room in ("cpu", "generation", "extensions/selftest", "training", "weights")),
+    *(f"test_areal/{room}/" for room in ("cpu", "generation", "training", "weights")),
+    *(f"test_areal/extensions/{name}/" for name in ("critic", "lora", "parallel", "routing", "selftest")),
+    "test_areal/extensions/agents/test_parsers",
     "test_areal/extensions/desk/test_audit",
     "test_areal/extensions/desk/test_replay",
-    "test_actors/test_scorer",
+    "test_areal/extensions/pictures/test_pictured_batches",
+    "test_actors/direct/",
+    "test_actors/scorer/",
     "test_actors/weights/",
+    "test_examples",
 )
 
 

@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 from support.process_tree import processes_mentioning
 
+from actors.start.run_command import main
 from areal import __main__ as tools
+from areal.base.processes import START
 
 SUMS = "source: addition\nreward: addition\nsize: 24\nsamples: 2\nmax_new_tokens: 48\n"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -46,10 +49,30 @@ def kill_and_tear(first: subprocess.Popen, file: Path, output: Path, port: int) 
     return complete_lines
 
 
-@pytest.mark.parametrize(
-    "killed",  # the simulator kills evaluators and masters in evaluations
-    [pytest.param(False, id="undisturbed"), pytest.param(True, id="killed", marks=pytest.mark.slow)],
-)
+def test_the_command_starts_a_run_without_steps_that_passes_the_checks_of_a_start(
+    tmp_path, tiny_model, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.yaml").write_text(SUMS)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)))
+    assert tools.main(["eval", str(tiny_model), "--benchmarks", "sums.yaml", "name=mine", "reward.workers=1"]) == 0
+    ((program, (python, start, *words)),) = started
+    assert (program, python, start) == (sys.executable, sys.executable, START)
+    monkeypatch.setattr(sys, "argv", ["areal run", *words, "--dry-run"])
+    assert main() == 0
+    out, error = capsys.readouterr()
+    config = yaml.safe_load(out)
+    assert (config["steps"], config["name"], config["model"]) == (0, "mine", str(tiny_model))
+    assert config["evaluator"]["benchmarks"]["sums"]["size"] == 24 and "the run can be started" in error
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "journal.db").touch()
+    tools.main(["eval", str(tiny_model), "--benchmarks", "sums.yaml", "name=mine"])
+    assert started[-1][1][2:4] == ["--resume", "runs/mine"]
+
+
+@pytest.mark.slow  # test_chaos.py has a run with evaluations; the simulator kills evaluators and masters in evaluations
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a_sample_again(
     tmp_path, tiny_model, free_port, monkeypatch, capsys, killed
 ):

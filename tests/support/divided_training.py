@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,10 +46,20 @@ def train(engine, folder, changes, numbers):
     return norms
 
 
-def train_divided(models, out, cases):
-    """What each rank does: three steps, and a fourth one after the checkpoint of these was loaded."""
-    norms = {}
-    for case, (kind, changes) in cases.items():
+def few_and_all(cases, few):
+    """Parameters of a test: `few` cases of two ranks, and in the slow suite the rest and those of four. cases: by the
+    number of ranks."""
+    rest = [case for case in cases[2] if case not in few]
+    slow = [pytest.param(2, rest, marks=pytest.mark.slow, id="the rest")]
+    return [pytest.param(2, few, id="few"), *slow, pytest.param(4, [*cases[4]], marks=pytest.mark.slow, id="four")]
+
+
+def train_divided(words, cases):
+    """What each rank does: three steps, and a fourth one after the checkpoint of these was loaded. words: the folder of
+    the models, that of the results, and the names of cases."""
+    models, out, *names = words
+    models, out, of_ranks, norms = Path(models), Path(out), cases[int(os.environ["WORLD_SIZE"])], {}
+    for case, (kind, changes) in ((name, of_ranks[name]) for name in names):
         engine = TrainingEngine(models / kind, configuration(changes), seed=0)
         norms[case] = train(engine, models / kind, changes, range(3))
         engine.publish(out / case / "published")

@@ -338,7 +338,8 @@ def test_weights_give_the_shares_and_each_source_its_own_epochs(tmp_path):
     assert sum(prompt[0] == "b" for prompt in prompts) == 750
     of_b = [prompt for prompt in prompts if prompt[0] == "b"]
     assert all(len(set(of_b[i : i + 20])) == 20 for i in range(0, 740, 20)) or len(set(of_b)) == 20
-    assert prompts == [mixed(tmp_path, (1.0, 3.0), eval_size=0).row(i).prompt for i in range(1000)]
+    some = range(0, 1000, 37)  # a row does not depend on the rows that were read before
+    assert [prompts[i] for i in some] == [mixed(tmp_path, (1.0, 3.0), eval_size=0).row(i).prompt for i in some]
 
 
 def test_a_prompt_that_one_source_holds_out_is_not_trained_from_another(tmp_path):

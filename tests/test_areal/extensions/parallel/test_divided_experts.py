@@ -3,12 +3,10 @@
 Run by ranks.py, this file is also the worker of the ranks.
 """
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
-from support.divided_training import assert_as_one_rank, make_kinds, train_divided
+from support.divided_training import assert_as_one_rank, few_and_all, make_kinds, train_divided
 from support.tiny_training import EXPERTS, LINEAR, MIXED, make_kind, run_worker, settings
 from test_areal.extensions.routing.test_routes import DENSE_FIRST, GROUPED, LATENT
 
@@ -48,15 +46,10 @@ def models(tmp_path_factory):
     return make_kinds(MODELS, tmp_path_factory.mktemp("models"))
 
 
-def test_two_ranks_that_divide_experts_train_publish_and_resume_as_one_rank(models, tmp_path):
-    run_worker(__file__, models, tmp_path, ranks=2)
-    assert_as_one_rank(models, tmp_path, CASES[2], goes_on_alone=True)
-
-
-@pytest.mark.slow
-def test_four_ranks_that_divide_experts_train_publish_and_resume_as_one_rank(models, tmp_path):
-    run_worker(__file__, models, tmp_path, ranks=4)
-    assert_as_one_rank(models, tmp_path, CASES[4], goes_on_alone=True)
+@pytest.mark.parametrize(("ranks", "cases"), few_and_all(CASES, ["zero0", "together", "grouped"]))
+def test_ranks_that_divide_experts_train_publish_and_resume_as_one_rank(models, tmp_path, ranks, cases):
+    run_worker(__file__, models, tmp_path, *cases, ranks=ranks)
+    assert_as_one_rank(models, tmp_path, {case: CASES[ranks][case] for case in cases}, goes_on_alone=True)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +75,4 @@ def test_the_kinds_of_models_are_those_of_deepspeed():
 
 
 if __name__ == "__main__":
-    train_divided(*map(Path, sys.argv[1:]), CASES[int(os.environ["WORLD_SIZE"])])
+    train_divided(sys.argv[1:], CASES)

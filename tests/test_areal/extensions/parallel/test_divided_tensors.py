@@ -3,12 +3,10 @@
 Run by ranks.py, this file is also the worker of the ranks.
 """
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
-from support.divided_training import assert_as_one_rank, configuration, make_kinds, train_divided
+from support.divided_training import assert_as_one_rank, configuration, few_and_all, make_kinds, train_divided
 from support.tiny_training import make_kind, run_worker, settings
 
 from areal.base.errors import UserError
@@ -41,19 +39,14 @@ def models(tmp_path_factory):
     return make_kinds(MODELS, tmp_path_factory.mktemp("models"))
 
 
-def test_two_ranks_that_divide_layers_train_publish_and_resume_as_one_rank(models, tmp_path):
-    run_worker(__file__, models, tmp_path, ranks=2)
-    assert_as_one_rank(models, tmp_path, CASES[2], goes_on_alone=False)
-    engine = TrainingEngine(models / "Qwen3", configuration({}), seed=0)
+@pytest.mark.parametrize(("ranks", "cases"), few_and_all(CASES, ["zero0", "recomputed", "critic", "offloaded"]))
+def test_ranks_that_divide_layers_train_publish_and_resume_as_one_rank(models, tmp_path, ranks, cases):
+    run_worker(__file__, models, tmp_path, *cases, ranks=ranks)
+    assert_as_one_rank(models, tmp_path, {case: CASES[ranks][case] for case in cases}, goes_on_alone=False)
+    engine = TrainingEngine(models / CASES[ranks][cases[0]][0], configuration({}), seed=0)
     with pytest.raises(UserError, match="belongs to another model .* or they have another trainer.tensor_parallel"):
-        engine.load(tmp_path / "zero0" / "checkpoint")
+        engine.load(tmp_path / cases[0] / "checkpoint")
     engine.close()
-
-
-@pytest.mark.slow
-def test_four_ranks_that_divide_layers_train_publish_and_resume_as_one_rank(models, tmp_path):
-    run_worker(__file__, models, tmp_path, ranks=4)
-    assert_as_one_rank(models, tmp_path, CASES[4], goes_on_alone=False)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +89,4 @@ def test_a_scorer_may_have_the_reference_model_of_divided_layers():
 
 
 if __name__ == "__main__":
-    train_divided(*map(Path, sys.argv[1:]), CASES[int(os.environ["WORLD_SIZE"])])
+    train_divided(sys.argv[1:], CASES)
