@@ -11,6 +11,7 @@ from threading import Event, Thread
 import pytest
 import torch
 from conftest import ROOT
+from support.small_runs import ten_steps
 
 import areal.devices
 from areal.base.errors import UserError
@@ -36,19 +37,8 @@ ALL = ["trainer", "generator", "reward"]
 
 
 def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1, options: dict | None = None) -> Config:
-    return Config.model_validate(
-        {
-            "model": "m",
-            "steps": 1,
-            "batch_size": 4,
-            "group_size": 1,
-            "data": {"source": "addition"},
-            "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]},
-            "trainer": {"ranks": ranks},
-            "generator": {"count": count, "tensor_parallel": each, "threads": threads, "engine_options": options or {}},
-        }
-    )
+    generator = {"count": count, "tensor_parallel": each, "threads": threads, "engine_options": options or {}}
+    return ten_steps(trainer={"ranks": ranks, "minibatches": 1}, generator=generator)
 
 
 def dealt(config: Config, devices: str, *others: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import structlog
 from structlog.testing import capture_logs
+from support.small_runs import ten_steps
 
 import areal
 from actors.api.call_settings import named_rewards, settings_of
@@ -43,19 +44,9 @@ from protocols.transport import Bus
 async def run(tmp_path, monkeypatch, free_port):
     """A run whose reward is left to others, with its master in this process; and a way to ask the master."""
     monkeypatch.delenv(KEYS, raising=False)
-    config = areal.Config(
-        name="here",
-        run_dir=tmp_path,
-        model=str(tmp_path),
-        steps=2,
-        batch_size=2,
-        group_size=1,
-        data={"source": "addition", "eval_size": 0},
-        sampling={"max_new_tokens": 8},
-        trainer={"minibatches": 1},
-        reward={"functions": ["length"], "external": ["length"]},
-        master={"address": f"tcp://127.0.0.1:{free_port}"},
-    )
+    reward, master = {"functions": ["length"], "external": ["length"]}, {"address": f"tcp://127.0.0.1:{free_port}"}
+    folders = {"name": "here", "run_dir": tmp_path, "model": str(tmp_path)}
+    config = ten_steps(**folders, steps=2, group_size=1, reward=reward, master=master)
     take_folder(config, resume=False).close()
     folder = RunFolder(config)
     keys = Path(os.environ.pop(KEYS))
@@ -321,19 +312,9 @@ def test_a_call_replaces_what_its_configuration_says_of_rewards_rows_and_workflo
 def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tmp_path):
     given_as_objects = f"data.source '{tmp_path}/rows.jsonl'"
     (tmp_path / "console.log").write_text(f"Note: a long download\nA prompt in {given_as_objects} has 'W'.\n")
-    config = areal.Config(
-        model="m",
-        steps=1,
-        batch_size=1,
-        group_size=2,
-        data={"source": "addition"},
-        reward={"functions": ["addition"]},
-        sampling={"max_new_tokens": 8},
-        trainer={"minibatches": 1},
-    )
     process = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 2"])
     with pytest.raises(UserError, match=r"^A prompt in data has 'W'\.$"):
-        areal.LiveRun(tmp_path, config, process)._find_master(0.0)
+        areal.LiveRun(tmp_path, ten_steps(), process)._find_master(0.0)
 
 
 @pytest.mark.parametrize(

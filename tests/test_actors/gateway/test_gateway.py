@@ -18,6 +18,7 @@ import aiohttp
 import numpy as np
 import pytest
 from fakes.scripted_policy import END, byte_tokenizer
+from support.small_runs import ten_steps
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.keys import LastMinute
@@ -75,18 +76,9 @@ def make_config(**gateway) -> Config:
         "examiner": {"sha256": sha256(EXAMINER.encode()).hexdigest(), "train": False},
     }
     gateway = {"keys": keys, "share": 1} | gateway
-    return Config(
-        model="m",
-        steps=4,
-        batch_size=2,
-        group_size=4,
-        max_staleness=1,
-        data={"source": "addition", "eval_size": 0},
-        sampling={"max_new_tokens": 64},
-        trainer={"minibatches": 1, "advantage_mean": "batch"},
-        gateway=gateway,
-        reward={"functions": ["addition"]},
-    )
+    trainer = {"minibatches": 1, "advantage_mean": "batch"}
+    sampling = {"max_new_tokens": 64}
+    return ten_steps(steps=4, group_size=4, max_staleness=1, sampling=sampling, trainer=trainer, gateway=gateway)
 
 
 class City:

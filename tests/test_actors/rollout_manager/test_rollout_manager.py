@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import scripted_policy
+from support.small_runs import ten_steps
 
 from actors.evaluator.evaluator import Evaluator
 from actors.rollout_manager.group_run import GroupRun, GroupStart, GroupStore, _Scored, first_scored
@@ -66,15 +67,8 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     actor._workflow = workflow
     actor.member = SimpleNamespace()
     actor.directory = Directory(Policy(lineage=0, version=0, folder=""))
-    actor.config = Config(
-        model="m",
-        steps=1,
-        batch_size=4,
-        group_size=2,
-        data={"source": "addition"},
-        sampling={"max_new_tokens": 10},
-        reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
-    )
+    reward = {"functions": ["addition"], "overlong_tokens": overlong_tokens}
+    actor.config = ten_steps(sampling={"max_new_tokens": 10}, reward=reward)
     actor.sampling = sampling = object.__new__(Sampling)
     sampling._member = actor.member
     actor.member.directory = actor.directory

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import structlog
 from support.process_tree import needs_namespaces
+from support.small_runs import ten_steps
 from support.tiny_pictures import png
 
 from actors.runtime.directory import Directory
@@ -54,15 +55,7 @@ class Cluster:
     """In the place of an actor: knows some healthy members."""
 
     role, index = "rollout_manager", 0
-    config = Config(
-        model="m",
-        steps=1,
-        batch_size=4,
-        group_size=2,
-        data={"source": "addition"},
-        sampling={"max_new_tokens": 10},
-        reward={"functions": ["addition"]},
-    )
+    config = ten_steps(sampling={"max_new_tokens": 10})
 
     def __init__(self, *members: Member) -> None:
         self.directory = Directory(Policy(lineage=0, version=0, folder=""), members)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes.scripted_policy import Characters
+from support.small_runs import ten_steps
 
 from actors.sampling.jobs import SampleFailed, ScoringRules
 from actors.sampling.scores import Rewards
 from actors.scorer.policy_judges import PolicyJudges
 from areal.base.errors import UserError
-from areal.config import Config
 from areal.samples.table import Generation
 
 ROW = {"answer": "4"}
@@ -30,15 +30,8 @@ class AnsweringPolicy:
 
 
 def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> Rewards:
-    config = Config(
-        model="m",
-        steps=1,
-        batch_size=4,
-        group_size=2,
-        data={"source": "addition"},
-        sampling={"max_new_tokens": 5},
-        reward={"functions": ["math", *options], "options": options, "retries": retries},
-    )
+    reward = {"functions": ["math", *options], "options": options, "retries": retries}
+    config = ten_steps(sampling={"max_new_tokens": 5}, reward=reward)
     assert (config.policy_judges, config.own_rewards) == ([*options], ["math"])
     judges = PolicyJudges(config, policy, Characters())
     rules = ScoringRules(config.reward, set(), lambda *refusal: refusals.append(refusal))

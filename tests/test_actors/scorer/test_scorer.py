@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.scorers import Asked, scorer_of, scores_of, write_brief, write_classifier
+from support.small_runs import ten_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
 
 from areal.config import Config
@@ -21,12 +22,8 @@ SYSTEM = {"prompt": [{"role": "system", "content": "34"}, {"role": "user", "cont
 
 def config_of(model: Path, name: str, reward: str, options: Any, **scorer: Any) -> Config:
     engine = {"dtype": "float32", "kv_cache_gib": 0.25, "engine_options": {"max_num_batched_tokens": 512}}
-    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    values |= {"scorers": {name: {"model": str(model), **engine, **scorer}}}
-    return Config.model_validate(
-        values
-        | {"sampling": {"max_new_tokens": 8}, "reward": {"functions": {"addition": 1, reward: 0.5}, "options": options}}
-    )
+    reward = {"functions": {"addition": 1, reward: 0.5}, "options": options}
+    return ten_steps(scorers={name: {"model": str(model), **engine, **scorer}}, reward=reward)
 
 
 async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformers_does(tiny_model, tmp_path):

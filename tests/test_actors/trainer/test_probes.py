@@ -4,16 +4,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+from support.small_runs import ten_steps
 
 from actors.trainer.probes import Probes
-from areal.config import Config
 from areal.samples.trajectory import random_groups
 
 
 def test_engines_are_not_asked_for_the_logprobs_of_prompts_with_pictures_since_they_get_tokens_alone():
-    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    config = Config(**values, sampling={"max_new_tokens": 4}, reward={"functions": ["addition"]})
-    generator, begun = SimpleNamespace(identity="generator/0#a"), []
+    config, generator, begun = ten_steps(), SimpleNamespace(identity="generator/0#a"), []
 
     def spawn(work, name):
         work.close()

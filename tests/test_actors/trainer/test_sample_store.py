@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from support.small_runs import ten_steps
 from support.tiny_pictures import png
 
 from actors.trainer.sample_store import SampleStore
-from areal.config import Config
 from areal.config.trainer_section import TrainerConfig
 from areal.extensions.pictures.picture_store import PictureStore
 from areal.samples.pictures import digest_of
@@ -47,15 +47,13 @@ def test_a_sample_without_the_routes_or_kept_words_of_its_tokens_is_refused_wher
 ):
     sizes = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    values: dict[str, Any] = {"model": str(tmp_path), "steps": 1, "batch_size": 4, "group_size": 2}
-    values |= {"data": {"source": "addition"}, "sampling": {"max_new_tokens": 8}, "reward": {"functions": "addition"}}
     frame = np.frombuffer(replace(SAMPLE, routes=routes).frame(), np.uint8)
     sample = ScoredSample(place=0, frame=frame)
     stored = StoreSamples(group="g", prompt_index=0, row="", samples=(sample,))
 
     def part(routing: str, **sampling: float) -> Any:
-        changes = {"trainer": {"routing": routing}, "sampling": {"max_new_tokens": 8, **sampling}}
-        config = Config.model_validate(values | changes)
+        changes = {"trainer": {"routing": routing, "minibatches": 1}, "sampling": {"max_new_tokens": 8, **sampling}}
+        config = ten_steps(model=str(tmp_path), **changes)
         nothing: Any = None  # what comes after the door
         return SampleStore(config, 100, nothing, nothing, nothing, nothing)._part(stored, sample)
 

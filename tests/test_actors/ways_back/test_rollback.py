@@ -154,15 +154,9 @@ def served(tmp_path: Path) -> Config:
     """A run with sessions alone, two for a step. Its checkpoint of step 2 has s4 and s5 ready, and s6 open. Afterwards
     s4 and s5 are trained, s6 and s7 are ready, and the users of s5 and s6 have them deleted."""
     keys = {"anna": {"sha256": "0" * 64}}
-    settings = {"model": "m", "run_dir": tmp_path, "name": "run", "steps": STEPS, "batch_size": B, "max_staleness": 3}
     trainer = {"checkpoint_every": EVERY, "minibatches": 1, "advantage_mean": "batch"}
-    settings |= {
-        "group_size": 1,
-        "sampling": {"max_new_tokens": 8},
-        "trainer": trainer,
-        "data": {"source": "addition", "eval_size": 0},
-    }
-    config = Config.model_validate(settings | {"gateway": {"keys": keys, "share": 1}})
+    settings = {"trainer": trainer, "gateway": {"keys": keys, "share": 1}, "run_dir": tmp_path, "name": "run"}
+    config = ten_steps(steps=STEPS, batch_size=B, group_size=1, max_staleness=3, **settings)
     config.folder.mkdir()
     journal, spool = Journal.open(config.folder / "journal.db"), Spool.open(config.folder / "spool.db")
     folder, state = RunFolder(config, journal.run), RunState(config, journal)

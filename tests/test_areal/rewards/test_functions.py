@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from support.small_runs import ten_steps
 
 from areal.base import extensions
 from areal.base.errors import UserError
-from areal.config import Config
 from areal.config.data_section import DataConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data.sources import open_source
@@ -185,8 +185,7 @@ def test_a_start_knows_which_of_its_rewards_score_groups(user_module):
     assert with_groups(config).reward.groups == ["own_reward_module:longest", "group_judge", "theirs"]
     scorers, options = {"big": {"model": "m", "kind": "judge"}}, {"url": "scorer:big"}
     reward = {"options": {"judge": options, "group_judge/strict": options}}
-    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    judged = Config(**values, scorers=scorers, reward={"functions": "judge", **reward}, sampling={"max_new_tokens": 8})
+    judged = ten_steps(scorers=scorers, reward={"functions": "judge", **reward})
     assert with_groups(judged).reward.groups == ["group_judge/strict"]
     with pytest.raises(UserError, match="scores all completions of a group at once, but .* of the run lacks it"):
         check_groups({"x": resolve("own_reward_module:longest")}, RewardConfig(functions="x"))

@@ -6,8 +6,8 @@ import json
 import math
 
 import pytest
+from support.small_runs import ten_steps
 
-from areal.config import Config
 from areal.config.trainer_section import GuardConfig
 from areal.training.guard import Guard, limits_of
 
@@ -135,18 +135,14 @@ def model(tmp_path):
 )
 def test_the_limit_of_the_gap_is_what_dtypes_and_settings_explain(model, changes, experts, limit):
     folder = model(text_config={"num_experts": experts})
-    values = {"model": str(folder), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    values |= {"sampling": {"max_new_tokens": 8} | changes.pop("sampling", {}), "reward": {"functions": "addition"}}
-    config = Config.model_validate(values | changes)
-    assert limits_of(config, cuda=False).logprob_gap == limit
+    changes |= {"sampling": {"max_new_tokens": 8} | changes.pop("sampling", {})}
+    assert limits_of(ten_steps(model=str(folder), **changes), cuda=False).logprob_gap == limit
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("auto", 0.05), ("float32", 0.01)])
 def test_on_gpus_the_limit_of_the_gap_has_room_for_their_products(model, dtype, limit):
-    values = {"model": str(model()), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    values |= {"sampling": {"max_new_tokens": 8}, "reward": {"functions": "addition"}}
-    values |= {"generator": {"dtype": dtype}, "trainer": {"dtype": dtype}}
-    assert limits_of(Config.model_validate(values), cuda=True).logprob_gap == limit
+    config = ten_steps(model=str(model()), generator={"dtype": dtype}, trainer={"dtype": dtype, "minibatches": 1})
+    assert limits_of(config, cuda=True).logprob_gap == limit
 
 
 def test_engines_that_compute_the_first_weights_otherwise_end_the_run_at_its_first_step(model):

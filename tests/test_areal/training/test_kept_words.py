@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.small_runs import ten_steps
 from support.tiny_training import (
     TEMPERATURE,
     VOCAB,
@@ -19,7 +20,6 @@ from support.tiny_training import (
 )
 
 from areal.base.errors import UserError
-from areal.config import Config
 from areal.models import MOST_KEPT, MOST_TOP_K, kept_words_of
 from areal.samples.table import NO_WORD
 from areal.samples.trajectory import Trajectory, check_kept_words
@@ -162,18 +162,7 @@ def test_engines_are_compared_by_the_log_probs_among_all_words_of_the_first_mini
 
 def config_of(folder, vocabulary, **sampling):
     (folder / "config.json").write_text(f'{{"vocab_size": {vocabulary}}}')
-    return Config.model_validate(
-        {
-            "model": str(folder),
-            "steps": 1,
-            "batch_size": 4,
-            "group_size": 4,
-            "max_staleness": 1,
-            "data": {"source": "addition"},
-            "reward": {"functions": ["exact_match"]},
-            "sampling": {"max_new_tokens": 8, **sampling},
-        }
-    )
+    return ten_steps(model=str(folder), sampling={"max_new_tokens": 8, **sampling})
 
 
 @pytest.mark.parametrize(

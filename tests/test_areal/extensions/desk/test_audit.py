@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.small_runs import ten_steps
 from support.tiny_training import TEMPERATURE, VOCAB, make_model
 
 from areal.__main__ import main
 from areal.base.processes import ROOT
-from areal.config import Config, dump_config, load_config
+from areal.config import dump_config, load_config
 from areal.data.warm_start import make_tokenizer
 from areal.extensions.desk.audit import Audit, AuditFinding
 from areal.extensions.recipes.run_archive import unpack
@@ -60,21 +61,9 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("audited")
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(make_model(folder / "model"))
-    config = Config.model_validate(
-        {
-            "model": str(folder / "model"),
-            "run_dir": folder,
-            "name": "run",
-            "steps": STEPS,
-            "batch_size": 2,
-            "group_size": 2,
-            "max_staleness": 1,
-            "data": {"source": "addition"},
-            "reward": {"functions": ["addition"]},
-            "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE},
-            "trainer": {"minibatches": 1, "lr": 0.01},
-        }
-    )
+    settings = {"model": str(folder / "model"), "run_dir": folder, "name": "run", "steps": STEPS, "max_staleness": 1}
+    sampling, trainer = {"max_new_tokens": 8, "temperature": TEMPERATURE}, {"minibatches": 1, "lr": 0.01}
+    config = ten_steps(**settings, sampling=sampling, trainer=trainer)
     run = config.folder
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config))
