@@ -365,9 +365,14 @@ def test_a_record_in_one_file_names_no_place_of_the_machine_and_no_secret(run, f
 def test_a_record_in_one_file_is_audited_to_the_same_weights(run, tmp_path):
     file = exported(run, tmp_path / "r.tar.zst")
     shutil.rmtree(run)
-    assert main(["audit", str(file), "--json", str(tmp_path / "audit.json")]) == 0
+    process = subprocess.run(
+        [sys.executable, "-m", "areal", "audit", str(file), "--json", str(tmp_path / "audit.json")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     report = json.loads((tmp_path / "audit.json").read_text())
-    assert report["ok"] and report["replayed"]
+    assert process.returncode == 0 and report["ok"] and report["replayed"], process.stdout + process.stderr
 
 
 def test_a_record_leaves_out_what_does_not_fit_and_says_so(run, tmp_path, capsys):
