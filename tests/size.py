@@ -20,11 +20,7 @@ PACKAGES = ("protocols", "actors", "areal")
 ROOMS = ("direct", "evaluator", "gateway", "scorer", "terminal", "ways_back")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward")
 # The engine in vLLM's process, and the workers of reward pools with what they import by name.
-PROCESSES = (
-    "areal.generation.vllm_worker",
-    "areal.rewards.worker",
-    "areal.rewards.math_answers",
-)
+PROCESSES = ("areal.generation.vllm_worker", "areal.rewards.worker", "areal.rewards.math_answers")
 # The losses, which the trainer imports by name.
 LOSSES = "areal.training.algorithms."
 

@@ -112,11 +112,7 @@ def test_a_simulation_of_the_pages_runs(script, words, monkeypatch):
 
 
 # What the file of each has, among others. `make test` runs what takes seconds.
-FAST = {
-    "bus": {"ratio", "ratio_arrays", "spread"},
-    "journal": {"rows"},
-    "sandbox": {"ratio", "spread"},
-}
+FAST = {"bus": {"ratio", "ratio_arrays", "spread"}, "journal": {"rows"}, "sandbox": {"ratio", "spread"}}
 SLOW = {
     "async_vs_sync": {"ratio", "spread"},
     "generator_overhead": {"baseline", "ratio", "spread", "tokens_per_second"},

@@ -315,10 +315,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         ),
         (["reward.options={addition: {base: 3}}"], "reward 'addition' has options"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
-        (
-            ["reward.functions=math", "data.source=sums.jsonl", "data.eval_size=0"],
-            "cannot score 1 of the 1 rows",
-        ),
+        (["reward.functions=math", "data.source=sums.jsonl", "data.eval_size=0"], "cannot score 1 of the 1 rows"),
         (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "in data.source 'words.jsonl' has ' '"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),

@@ -70,10 +70,7 @@ def compare(options: argparse.Namespace) -> None:
         f"{options.steps} steps; {options.delay * 1000:g} ms each way, {options.loss:.1%} of the packets lost",
         list(results["rows"][0]),
         [list(row.values()) for row in results["rows"]],
-        [
-            f"four hosts / one host: {results['ratio']:.2f}",
-            f"the partition took {results['partition_seconds']:.1f} s",
-        ],
+        [f"four hosts / one host: {results['ratio']:.2f}", f"the partition took {results['partition_seconds']:.1f} s"],
     )
     write(results, options.json)
 

@@ -52,11 +52,7 @@ OURS = {
     "max_staleness 4": ("max_staleness=4",),
     "max_staleness 4, run_ahead max": ("max_staleness=4", "run_ahead=max"),
 }
-TRL = {
-    "TRL async": "async",
-    "TRL async-unbiased": "async-unbiased",
-    "TRL colocate": "colocate",
-}
+TRL = {"TRL async": "async", "TRL async-unbiased": "async-unbiased", "TRL colocate": "colocate"}
 # In the order of the runs: what a ratio compares follows closely, since the speed of a machine drifts.
 CONTESTANTS = (
     "TRL async",

@@ -21,12 +21,7 @@ from protocols.transport import Bus
 
 SECONDS = 60.0
 
-METRICS = {
-    "trainer_wait_seconds": 0.0,
-    "publish_wait_seconds": 0.0,
-    "tokens_trained": 10.0,
-    "logprob_gap": 1e-6,
-}
+METRICS = {"trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0, "tokens_trained": 10.0, "logprob_gap": 1e-6}
 
 
 class Caller:

@@ -13,12 +13,7 @@ def file(tmp_path):
     """A file to download."""
     source = tmp_path / "source.whl"
     source.write_bytes(DATA)
-    return {
-        "name": "big.whl",
-        "url": source.as_uri(),
-        "size": len(DATA),
-        "sha256": hashlib.sha256(DATA).hexdigest(),
-    }
+    return {"name": "big.whl", "url": source.as_uri(), "size": len(DATA), "sha256": hashlib.sha256(DATA).hexdigest()}
 
 
 def test_a_file_travels_in_pieces_and_is_whole_again(tmp_path, file):

@@ -13,13 +13,7 @@ import pytest
 
 from areal.base.errors import UserError
 from areal.config.trainer_section import LoraConfig
-from areal.models import (
-    check_adapters,
-    check_mixture,
-    check_trainable,
-    context_of,
-    default_context,
-)
+from areal.models import check_adapters, check_mixture, check_trainable, context_of, default_context
 from areal.weights.model_files import check_same, digests_of, weight_sizes
 
 COMMIT = "c" * 40
@@ -134,10 +128,7 @@ LONG = {"max_position_embeddings": 4096, "sliding_window": 512}
         ({"model_type": "falcon"}, "lets nobody replace the attention of models of the type falcon: take another"),
         ({"model_type": "mpt"}, "lets nobody replace the attention of models of the type mpt: take another"),
         ({"model_type": "inkling_text"}, "its attention has a bias by position, .*: take another"),
-        (
-            {"model_type": "phimoe", **LONG},
-            "tell the attention function their window of 512 tokens, so set",
-        ),
+        ({"model_type": "phimoe", **LONG}, "tell the attention function their window of 512 tokens, so set"),
         ({"layer_types": ["full_attention", "wave"]}, "does not compute layers of the type wave: take another"),
     ],
 )

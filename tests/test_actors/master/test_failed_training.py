@@ -8,9 +8,7 @@ import json
 import pytest
 from fakes.callers import SECONDS, Caller, callers, make_ready, master_of, recover, train, without_evaluation
 
-from protocols.bus_errors import (
-    RefusedError,
-)
+from protocols.bus_errors import RefusedError
 from protocols.membership_messages import Leave
 from protocols.training_messages import CheckpointSaved, StepFailed, TrainingFailed
 

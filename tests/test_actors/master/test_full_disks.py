@@ -21,9 +21,7 @@ from areal.storage import disk
 from areal.storage import journal as journal_module
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
-from protocols.bus_errors import (
-    PreparingError,
-)
+from protocols.bus_errors import PreparingError
 from protocols.membership_messages import AskSnapshot, AskStatus, DiskShortage, Shutdown
 from protocols.messages import AskPermits, Permit, RenewLeases
 

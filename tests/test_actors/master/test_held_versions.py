@@ -25,9 +25,7 @@ from fakes.callers import (
 from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.records import read_records
-from protocols.bus_errors import (
-    RefusedError,
-)
+from protocols.bus_errors import RefusedError
 from protocols.evaluation_messages import (
     AskEvaluation,
     BenchmarkScores,

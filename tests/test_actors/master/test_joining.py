@@ -18,12 +18,7 @@ from support.networks import dealer, keys_folder, network
 from actors.generator.generator import Generator
 from actors.master import membership_requests
 from actors.runtime.membership import Membership
-from protocols.bus_errors import (
-    DeadlineError,
-    FencedError,
-    ForgedError,
-    RefusedError,
-)
+from protocols.bus_errors import DeadlineError, FencedError, ForgedError, RefusedError
 from protocols.codec import Header, decode_body, decode_header, encode
 from protocols.membership_messages import AskSnapshot, AskStatus, ConnectionLost, Join, Leave, actor_name
 from protocols.messages import AskBatch, AskPermits, Done

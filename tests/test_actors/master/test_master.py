@@ -27,11 +27,7 @@ from areal.extensions.desk.timeline import spans
 from areal.storage.record import Record
 from areal.storage.records import read_records
 from areal.storage.run_folder import RunFolder
-from protocols.bus_errors import (
-    DeadlineError,
-    FencedError,
-    PreparingError,
-)
+from protocols.bus_errors import DeadlineError, FencedError, PreparingError
 from protocols.membership_messages import AskStatus, Heartbeat, Leave, Span
 from protocols.messages import AskBatch, AskPermits, CommitStep, GroupFailed, RenewLeases
 from protocols.training_messages import CheckpointSaved, TrainingFinished

@@ -20,9 +20,7 @@ from fakes.callers import (
     without_evaluation,
 )
 
-from protocols.bus_errors import (
-    RefusedError,
-)
+from protocols.bus_errors import RefusedError
 from protocols.membership_messages import AskSnapshot
 from protocols.messages import AskBatch, AskPermits
 

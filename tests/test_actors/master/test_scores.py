@@ -22,9 +22,7 @@ from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
 from areal.staleness.failures import UNSCORED_LIMIT
-from protocols.bus_errors import (
-    RefusedError,
-)
+from protocols.bus_errors import RefusedError
 from protocols.membership_messages import AskStatus, Heartbeat, Leave
 from protocols.messages import AddReward, AskPermits, GroupFailed, GroupReady, ScoringFailed
 

@@ -71,12 +71,7 @@ class Cluster:
             lambda member, kind: SimpleNamespace(broken=False, run_job=lambda job: self.run_job(member, job)),
         )
         rules = ScoringRules(self.config.reward, {*self.config.rewards}, self.report_failure)
-        self.services = Services(
-            self.config,
-            Characters(),
-            self.dispatch,
-            Rewards(self.dispatch, rules, {}, {}),
-        )
+        self.services = Services(self.config, Characters(), self.dispatch, Rewards(self.dispatch, rules, {}, {}))
 
     def report_failure(self, cause: str, reason: str) -> None:
         self.failures.append((cause, reason))

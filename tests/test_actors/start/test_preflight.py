@@ -182,10 +182,7 @@ def test_an_agent_whose_calls_no_parser_reads_is_told_before_the_run(tmp_path, c
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {},
-            "wise has room for 90 tokens, but a prompt of 26 and sampling.max_new_tokens=64 need one more than 90",
-        ),
+        ({}, "wise has room for 90 tokens, but a prompt of 26 and sampling.max_new_tokens=64 need one more than 90"),
         ({"data": {"max_prompt_tokens": 25}}, None),
         ({"scorers": {"wise": {"model": "m", "max_model_len": 91}}}, None),
         ({"generator": {"max_model_len": 89}}, None),
@@ -350,11 +347,7 @@ def test_rows_all_of_which_lack_tests_are_refused(tmp_path, much_time):
     ("changes", "gib", "sentence"),
     [
         ({}, 64, None),
-        (
-            {},
-            16,
-            "16 GiB of memory, but the run needs at least 6.5 for the generators, 24.3 for the trainer, 0.2 for",
-        ),
+        ({}, 16, "16 GiB of memory, but the run needs at least 6.5 for the generators, 24.3 for the trainer, 0.2 for"),
         ({"trainer": {"lora": {"rank": 4}, "minibatches": 1}}, 16, None),
         (
             {"generator": {"count": 8}},

@@ -30,13 +30,7 @@ from areal.storage import rollouts, stored_groups
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records, record_of, set_aside
 from areal.storage.run_files import CHANGES, ROLLOUTS
-from areal.storage.run_folder import (
-    RunFolder,
-    checkpoint_of,
-    first_version,
-    metrics_of,
-    origins_of,
-)
+from areal.storage.run_folder import RunFolder, checkpoint_of, first_version, metrics_of, origins_of
 from areal.storage.spool import Spool, SpoolDamage
 from protocols.session_messages import DiscardSession
 
@@ -97,15 +91,7 @@ def ready(state: RunState, spool: Spool, name: str) -> None:
     state.ledger.ready(name, version)
     state.emit(
         changes.Rewarded(
-            group=name,
-            row=row,
-            version=version,
-            mean=0.5,
-            spread=0.5,
-            signal=True,
-            parts={},
-            tokens=3,
-            discarded=0,
+            group=name, row=row, version=version, mean=0.5, spread=0.5, signal=True, parts={}, tokens=3, discarded=0
         )
     )
 

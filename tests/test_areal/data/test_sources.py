@@ -558,8 +558,7 @@ messages = st.fixed_dictionaries(
     optional={"role": st.sampled_from(["user", "assistant", "tool"]), "from": st.sampled_from(["human", "gpt", "x"])},
 ).flatmap(
     lambda head: st.fixed_dictionaries(
-        {},
-        optional={"content": texts | st.none() | st.lists(parts), "value": texts, "tool_calls": st.lists(calls)},
+        {}, optional={"content": texts | st.none() | st.lists(parts), "value": texts, "tool_calls": st.lists(calls)}
     ).map(lambda rest: head | rest)
 )
 

@@ -215,11 +215,7 @@ def test_a_start_knows_which_of_its_rewards_score_groups(user_module):
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "there is no file .*/rewards/nothing.py: correct the path"),
         ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
-        (
-            "own_reward_module:Judge",
-            {},
-            "required argument: 'strict': its options are strict, model; correct",
-        ),
+        ("own_reward_module:Judge", {}, "required argument: 'strict': its options are strict, model; correct"),
         ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, model; correct"),
     ],
 )

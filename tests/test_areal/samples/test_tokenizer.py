@@ -116,11 +116,7 @@ def test_a_template_of_ones_own_replaces_the_tokenizer_s(model, tmp_path):
         (None, {"chat_template_kwargs": {"enable_thinking": False}}, "has no chat template"),
         (THINKS, {"chat_template_kwargs": {"thinking": False}}, "has no variable 'thinking': correct"),
         (THINKS, {"chat_template": "none.jinja"}, r"The chat template none.jinja cannot be read .*No such file"),
-        (
-            THINKS,
-            {"chat_template": "bad.jinja"},
-            r"The chat template of bad.jinja does not render .*endfor",
-        ),
+        (THINKS, {"chat_template": "bad.jinja"}, r"The chat template of bad.jinja does not render .*endfor"),
         (THINKS, {"chat_template": "raises.jinja"}, "does not render one message of the user .*only tools"),
     ],
 )

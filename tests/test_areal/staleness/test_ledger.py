@@ -59,12 +59,7 @@ LEASE = 30.0
 
 def make_settings(**changes: object) -> LedgerSettings:
     defaults = LedgerSettings(
-        batch_size=2,
-        max_staleness=1,
-        on_straggler="wait",
-        steps=100,
-        max_attempts=3,
-        on_failed_sample="requeue",
+        batch_size=2, max_staleness=1, on_straggler="wait", steps=100, max_attempts=3, on_failed_sample="requeue"
     )
     return replace(defaults, **changes)
 

@@ -7,9 +7,7 @@ import tomllib
 from areal.base.processes import ROOT
 from areal.storage import journal, rollout_files, spool
 
-VERSIONS = {
-    "0.2": {"journal": 10, "spool": 11, "rollouts": 3},
-}
+VERSIONS = {"0.2": {"journal": 10, "spool": 11, "rollouts": 3}}
 """The formats of each version. Whoever changes one raises the middle number in pyproject.toml, once for the next
 release, and adds a line here."""
 

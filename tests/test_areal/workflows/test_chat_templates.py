@@ -224,10 +224,7 @@ def test_what_a_template_does_not_show_is_said_with_its_name_and_not_dropped():
         talk.prompt([*messages, {"role": "tool", "tool_call_id": "1", "content": "rain 7"}])
     with pytest.raises(ValueError, match="a-model does not show 'Be brief.', which the role system says"):
         Conversation(tokenizer(no_system)).prompt([{"role": "system", "content": "Be brief."}, user("Weather?")])
-    with pytest.raises(
-        ValueError,
-        match="a-model does not show 'Weather",
-    ):
+    with pytest.raises(ValueError, match="a-model does not show 'Weather"):
         Conversation(tokenizer(nothing)).prompt([user("Weather?")])
 
 

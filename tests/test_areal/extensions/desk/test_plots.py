@@ -224,8 +224,7 @@ def test_values_above_the_axis_are_named_and_the_bound_is_never_cut(run_of):
 
 
 @pytest.mark.parametrize(
-    ("gaps", "axis"),
-    [([1e-7, 2e-7], None), ([1e-7, 2e-4], 0.0), ([0.0, 3e-7, 2e-5], 1e-7), ([0.0, 0.0], SMALLEST)],
+    ("gaps", "axis"), [([1e-7, 2e-7], None), ([1e-7, 2e-4], 0.0), ([0.0, 3e-7, 2e-5], 1e-7), ([0.0, 0.0], SMALLEST)]
 )
 def test_zero_has_a_place_on_a_logarithmic_axis_and_near_values_need_none(run_of, gaps, axis):
     plot = by_title(run_of([{"logprob_gap": gap} for gap in gaps]))["Log-prob gap, engine and trainer"]

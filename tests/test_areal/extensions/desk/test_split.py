@@ -21,15 +21,7 @@ from areal.extensions.desk import activations
 from areal.extensions.desk import plan as command
 from areal.extensions.desk import split as split_module
 from areal.extensions.desk.activations import Activations, measure_activations
-from areal.extensions.desk.split import (
-    GIB,
-    HOST_OTHER,
-    ModelSizes,
-    Plan,
-    Planner,
-    Workload,
-    training_memory,
-)
+from areal.extensions.desk.split import GIB, HOST_OTHER, ModelSizes, Plan, Planner, Workload, training_memory
 from areal.storage.records import line_of
 from areal.training.optimizer import bucket_elements
 

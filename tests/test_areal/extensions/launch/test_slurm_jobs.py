@@ -19,11 +19,7 @@ from areal.base.processes import ROOT
 from areal.extensions.launch.cluster_jobs import ClusterJob
 from areal.storage.run_folder import metrics_of, read_summary, steps_trained
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(is_missing()), reason=is_missing()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(is_missing()), reason=is_missing())]
 MAX_STALENESS = 4
 
 
