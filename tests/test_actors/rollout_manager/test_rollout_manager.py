@@ -68,7 +68,7 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     actor.member = SimpleNamespace()
     actor.directory = Directory(Policy(lineage=0, version=0, folder=""))
     reward = {"functions": ["addition"], "overlong_tokens": overlong_tokens}
-    actor.config = ten_steps(sampling={"max_new_tokens": 10}, reward=reward)
+    actor.config = ten_steps(batch_size=4, sampling={"max_new_tokens": 10}, reward=reward)
     actor.sampling = sampling = object.__new__(Sampling)
     sampling._member = actor.member
     actor.member.directory = actor.directory

@@ -136,7 +136,7 @@ def model(tmp_path):
 def test_the_limit_of_the_gap_is_what_dtypes_and_settings_explain(model, changes, experts, limit):
     folder = model(text_config={"num_experts": experts})
     changes |= {"sampling": {"max_new_tokens": 8} | changes.pop("sampling", {})}
-    assert limits_of(ten_steps(model=str(folder), **changes), cuda=False).logprob_gap == limit
+    assert limits_of(ten_steps(model=str(folder), batch_size=4, **changes), cuda=False).logprob_gap == limit
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("auto", 0.05), ("float32", 0.01)])
