@@ -38,7 +38,7 @@ ALL = ["trainer", "generator", "reward"]
 
 def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1, options: dict | None = None) -> Config:
     generator = {"count": count, "tensor_parallel": each, "threads": threads, "engine_options": options or {}}
-    return ten_steps(trainer={"ranks": ranks, "minibatches": 1}, generator=generator)
+    return ten_steps(batch_size=4, trainer={"ranks": ranks, "minibatches": 1}, generator=generator)
 
 
 def dealt(config: Config, devices: str, *others: str) -> dict[str, str]:
