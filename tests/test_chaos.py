@@ -170,25 +170,57 @@ def check_finished(run: Run, folder: Path, timeout: float) -> None:
     assert main(["replay", str(folder)]) == 0
 
 
+ADAPTERS = [
+    "reward.functions={addition: 1, mine:Short: 0.1}",
+    "reward.options.mine:Short.characters=1",
+    "trainer.lora.rank=4",
+    "trainer.lora.target_modules=[q_proj,v_proj]",
+    "trainer.kl_coef=0.01",
+    "generator.count=1",
+]
+"""A run with one generator that trains adapters, by a reward of its own."""
+
+
+@pytest.mark.timeout(SECONDS_OF_A_SMALL_RUN)
+def test_a_run_whose_trainer_and_master_are_killed_reaches_its_end_and_a_replay_reaches_the_same_weights(
+    run, small, tiny_model, chaos, tmp_path
+):
+    folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
+    (tmp_path / "mine.py").write_text(SHORT)
+    started = run("--config", CONFIG, *small, *ADAPTERS, "steps=9")
+    wait_for(started, lambda: engine_keeps_its_core(started))
+    for role in chaos.sample(["trainer", "master"], 2):
+        after_steps(started, folder, 2)
+        time.sleep(chaos.uniform(0, PHASE_SECONDS))
+        kill(started, role, chaos)
+    wait_for(started, lambda: "master/0 was killed by SIGKILL, and is started again" in started.output)
+    done = steps_done(folder)
+    assert main(["backup", str(folder), str(copy)]) == 0  # while it goes on
+    assert steps_done(copy) >= done
+    check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
+    check_summary(folder, tiny_model)
+
+
+def check_summary(folder: Path, model: Path) -> None:
+    """Of a run with ADAPTERS whose master and trainer were killed."""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["masters"] >= 2
+    assert summary["lineages"] >= 2
+    assert all(0 < record["reward_parts"]["mine:Short"] < 1 for record in read_jsonl(folder / "metrics.jsonl"))
+    check_adapters(folder, model, summary["checkpoint"])
+
+
+@pytest.mark.slow  # the test above has the kills and the replay, the simulator all the rest
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
-@pytest.mark.parametrize("spared", ["generator", pytest.param("nobody", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spared", ["generator", "nobody"])
 def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_goes_on_from_its_damaged_backup(
     run, small, tiny_model, free_port, chaos, tmp_path, spared
 ):
-    """A generator that is spared is lost with its engine before, and with the machine: its start takes longest. The run
-    trains adapters, by a reward of its own; a reward actor that was started by hand joins it."""
+    """A generator that is spared is lost with its engine before, and with the machine: its start takes longest. A
+    reward actor that was started by hand joins the run."""
     folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
     (tmp_path / "mine.py").write_text(SHORT)
-    more = [
-        "reward.functions={addition: 1, mine:Short: 0.1}",
-        "reward.options.mine:Short.characters=1",
-        "trainer.lora.rank=4",
-        "trainer.lora.target_modules=[q_proj,v_proj]",
-        "trainer.kl_coef=0.01",
-        "generator.count=1",
-        "master.hang_seconds=10",
-    ]
-    started = run("--config", CONFIG, *small, *more)
+    started = run("--config", CONFIG, *small, *ADAPTERS, "master.hang_seconds=10")
     wait_for(started, lambda: engine_keeps_its_core(started))
     by_hand = run("--role", "reward", "--master", "runs/test")
     hang_engine(started, folder)
@@ -220,11 +252,7 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
     flip_a_bit(newest / "training" / "rank_00000-of-00001.safetensors")
     check_finished(resumed := run("--resume", str(copy), f"steps={done + 3}"), copy, SECONDS_OF_A_SMALL_RUN)
     assert "the steps since are trained again" in resumed.output
-    summary = json.loads((copy / "summary.json").read_text())
-    assert summary["masters"] >= 2
-    assert summary["lineages"] >= 2
-    assert all(0 < record["reward_parts"]["mine:Short"] < 1 for record in read_jsonl(copy / "metrics.jsonl"))
-    check_adapters(copy, tiny_model, summary["checkpoint"])
+    check_summary(copy, tiny_model)
 
 
 def hang_engine(run: Run, folder: Path) -> None:
