@@ -31,8 +31,8 @@ class RunFailed(Exception):
 
 
 class RunProcess:
-    """See the module. process: the run's, if this process has started the run. show: whether the run's console is
-    printed here while this process waits."""
+    """See the module. process: the process of the run, if started here. show: whether the run's console is printed here
+    while this process waits."""
 
     def __init__(self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None, show: bool) -> None:
         self._folder, self._config = folder, config

@@ -10,11 +10,12 @@ from statistics import stdev
 class Scorecard:
     """The results of an evaluation.
 
-    accuracy: avg@n, the mean over rows of the mean score of a row's samples. standard_error: the accuracy's, over rows:
-    samples of a row are not independent, so a row counts once (Miller 2024, arXiv 2411.00640, section 2.2). None for a
-    single row. pass_at: for k = 1, 2, 4, ... up to the number of samples per row, the probability that at least one of
-    k samples is solved. A k is left out if no row has k scored samples. failed: the number of rows without a scored
-    sample. These rows count in nothing else.
+    accuracy: avg@n, the mean over rows of the mean score of a row's samples.
+    standard_error: of the accuracy, over rows: samples of a row are not independent, so a row counts once
+    (Miller 2024, arXiv 2411.00640, section 2.2). None for a single row.
+    pass_at: for k = 1, 2, 4, ... up to the number of samples per row, the probability that at least one of k samples is
+    solved. A k is left out if no row has k scored samples.
+    failed: the number of rows without a scored sample. These rows count in nothing else.
     """
 
     accuracy: float
@@ -24,8 +25,8 @@ class Scorecard:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from n >= k samples of which c are solved: 1 - C(n-c, k) / C(n, k) (Chen
-    et al. 2021, arXiv 2107.03374, eq. 1).
+    """Return the unbiased estimate of pass@k from n >= k samples of which c are solved: 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     >>> pass_at_k(n=4, c=1, k=2)
     0.5

@@ -75,7 +75,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TextCompletion:
-    """The completion of a prompt. scores: the prompt's, if the answer includes the prompt."""
+    """The completion of a prompt. scores: log-probs of the prompt, if the answer includes it."""
 
     def __init__(self, request: CompletionRequest, tokenizer: Any, prompt: list[int], scores: TokenScores | None):
         self._request, self._tokenizer, self._prompt, self._scores = request, tokenizer, prompt, scores

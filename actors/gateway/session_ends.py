@@ -187,8 +187,8 @@ class SessionEnds:
 def _known_reward(
     answer: SessionAnswer, name: str, reward: UserReward, group: str | None = None
 ) -> dict[str, Any] | None:
-    """The answer to an earlier reward with the same mark, or None. group: the session's at this gateway. Raises
-    ApiError if another reward has ended the session, or if the mark belongs to another reward or session."""
+    """The answer to an earlier reward with the same mark, or None. group: the group of the session at this gateway.
+    Raises ApiError if another reward has ended the session, or if the mark belongs to another reward or session."""
     receipt = answer.receipt
     if receipt is None:
         if reward.mark and answer.state in REWARDED:
@@ -202,8 +202,8 @@ def _known_reward(
 
 
 def _check_gave(gave: str, reward: UserReward) -> None:
-    """Raises ApiError if an earlier reward with this mark gave something else. gave: the earlier reward's; empty if
-    unknown."""
+    """Raises ApiError if an earlier reward with this mark gave something else. gave: the value in the earlier receipt;
+    empty if unknown."""
     if gave not in ("", reward.gave):
         raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)
 

@@ -30,8 +30,8 @@ log = structlog.get_logger()
 
 
 class SessionTable:
-    """See the module. keys: the users'. `counts`: numbers of sessions, by fate. `unnamed`: the name of the
-    session for calls without a session id, by key."""
+    """See the module. `counts`: numbers of sessions, by fate. `unnamed`: by key, the name of the session for calls
+    without a session id."""
 
     def __init__(self, member: Membership, sampling: Sampling, keys: UserKeys) -> None:
         self._member = member

@@ -46,8 +46,8 @@ KEPT = {"max_tokens", "max_completion_tokens", "stop"}
 
 class UserSample(SampleSession):
     """The sample of a session, with `call_limit` tokens per call and `gateway.max_session_tokens` in all.
-    `newest_version`: the last token's. Every key has a KV cache, so response times reveal nothing about prompts of
-    other keys."""
+    `newest_version`: the version of the last token. Every key has a KV cache, so response times reveal nothing about
+    prompts of other keys."""
 
     newest_version: int | None = None
     on_first: Callable[[], None] | None = None
@@ -114,8 +114,9 @@ class AnsweredCall(NamedTuple):
 
 
 class UserSession:
-    """See the module. name: the key's name and the session id. account: the key's. group: the permit; None: the session
-    is served, and not trained. save: has the trainer store a frame. on_start: gets the version of the first token.
+    """See the module. name: the key's name and the session id. account: the account of the key. group: the permit;
+    None: the session is served, and not trained. save: has the trainer store a frame. on_start: gets the version of the
+    first token.
 
     `admitted`: the current or former group, or empty. `ended`: no calls are taken any more. `rewarded`: the reward has
     come, and the sample is ready or given up.
@@ -313,8 +314,8 @@ async def _same(answer: Answer) -> Answer:
 
 @dataclass(kw_only=True)
 class SessionCall(OpenSample):
-    """A call of a session, for the endpoint. mark: the client's id for the call. give_back: called with the session
-    of a refused call. version: the first tokens'; None before."""
+    """A call of a session, for the endpoint. mark: the client's id for the call. give_back: called with the session of
+    a refused call. version: the version of the first tokens; None before they arrive."""
 
     session: UserSession
     mark: str

@@ -110,7 +110,8 @@ class Dispatch:
         open_flow: Callable[[Member, type[Job]], Flow[Any]],
         users: bool = False,
     ) -> None:
-        """role, index: this actor's. limit: as in Loads. on_lost: as in Avoidance. open_flow: to an actor."""
+        """role, index: this actor's place. limit: see Loads. on_lost: see Avoidance. open_flow: opens a flow to an
+        actor."""
         self._directory = directory
         self._role = role
         self._index = index

@@ -83,7 +83,7 @@ class SampleState:
     """The common state of the calls of a sample.
 
     `home`: the generator on which the next call starts, because it has the prefix; None: any. `slot`: counts as a
-    request there until the first call begins. `first_version`: the first token's; `on_start` gets the version.
+    request there until the first call begins. `first_version`: the version of the first token, for `on_start`.
     `min_version`: rises to the group's start version, so that no older version samples a later token. `tokens_sampled`:
     the number of tokens in all calls, trained or not. `generators`: names of the asked generators, in order.
     `pictures`: the files of pictures, by name. `cache_salt`: calls share the KV cache only with calls of the same salt.
@@ -140,7 +140,7 @@ class Call(Job):
     limit: the most tokens to sample. pictures: the names of the prompt's pictures, in order. keep: gets all tokens of
     the completion so far, and returns the number of tokens to keep and to end with, or None to continue. `generator`:
     identity of the generator that has the sequence, since the time `since`; None: no generator. `target`: the generator
-    to continue on. `finish`: the last tokens'.
+    to continue on. `finish`: how the last tokens ended.
     """
 
     role = "generator"

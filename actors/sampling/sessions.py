@@ -35,7 +35,7 @@ class SampleSession(SampleState):
 
     rewards: weights that replace or join the configuration's. home: the generator on which all samples of the group
     start, because they share the prompt prefix. `running`: calls in progress. `forest`: the trained calls.
-    `reward_parts`: the last score's. `scoring_seconds`: all scores'.
+    `reward_parts`: the parts of the last score. `scoring_seconds`: the time spent on all scores.
 
     `saved_calls`: calls of an earlier attempt, from which calls with the same prompts continue. `save`: begins to save
     the calls so far; called when `save_every` tokens are `unsaved`, unless the last save still runs. `group`: scores

@@ -74,7 +74,7 @@ class Scorer(Serving):
         return cls(member, name, engine, tokenizer)
 
     def __init__(self, member: Membership, name: str, engine: FrozenModel, tokenizer: Any) -> None:
-        """tokenizer: the model's; None if the scorer gives log-probs."""
+        """tokenizer: the tokenizer of the model; None if the scorer gives log-probs."""
         super().__init__(member, (name,))
         self._name = name
         self._engine = engine

@@ -18,7 +18,7 @@ class StartLines:
         self._over = False
 
     def show(self, status: Mapping[str, Any]) -> None:
-        """status: the run's, from the master."""
+        """status: the master's status of the run."""
         if self._over:
             return
         for line in self._new(status["members"]):

@@ -46,7 +46,7 @@ class Durations:
 
 
 class Checkpoints:
-    """version: the last counted checkpoint's. timed: marks a phase of a step. remove: removes a folder."""
+    """version: of the last checkpoint on disk. timed: marks a phase of a step. remove: removes a folder."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Checkpoints:
         self._on_disk = sorted(versions)
 
     async def save(self, version: int, publication: asyncio.Task[None] | None) -> None:
-        """Begin to save a checkpoint, once the last is written. version: the current. publication: the version's."""
+        """Begin to save a checkpoint of the current version, once the last checkpoint is written."""
         await self.wait()
         self._member.activity = f"saving a checkpoint of version {version}"
         folder, began = checkpoint_of(self._config.folder, version), asyncio.get_running_loop().time()

@@ -67,11 +67,11 @@ class SourceHistory:
 class History:
     """The results of a run's prompts so far. Samplers read the history; only the run changes it.
 
-    source: the rows. Without a source, only `load` and `dump` work. seed: the run's. group_size: samples of a group.
-    prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last choice,
-    -1 before the first. version: the run's when the last group was finished. rows: by `source.key`, in the order of
-    the first choice. measured: keys of the rows with a finished group. sources: in order; empty before the first
-    choice.
+    source: the rows. Without a source, only `load` and `dump` work. seed: the seed of the run. group_size: samples of a
+    group. prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last
+    choice, -1 before the first. version: the run's when the last group was finished. rows: by `source.key`, in the
+    order of the first choice. measured: keys of the rows with a finished group. sources: in order; empty before the
+    first choice.
     """
 
     source: "PromptSource | None" = field(default=None, compare=False)

@@ -46,20 +46,20 @@ COLUMNS = {
     "routes": Column(np.uint8, unsampled=None, wide=True, of_pass=True),
     "pictures": Column(np.uint8, unsampled=None, wide=True, missing=0, of_pass=True),
 }
-"""The columns of a sample: fields of `Trajectory`, columns of the rollouts of a run, and of the batch for the trainer's
-loss.
+"""The columns of a sample: of `Trajectory`, of the rollouts of a run, and of the batch for the trainer's loss.
 
 tokens: prompt and completion as the engine saw them (never re-tokenised). logprobs: log pi_behav of a sampled token
 after temperature, in the distribution after top-p and the like. versions: the policy version that sampled a token.
 kept_words: [T, k], the words that a sampled token was drawn from, likeliest first, if `sampling.top_p` or the like
 leaves words out and the loss compares policies; `NO_WORD` fills a row. kept_logprobs: [T, k], log pi_behav of
-`kept_words`, for `score_centring`; 0 for `NO_WORD`. returns: the credit of a sampled token, in place of the reward of
-the sample. agents: the agent that the policy played when it sampled a token, a number made from the agent's name; 0: no
-agent. teacher_logprobs, reference_logprobs: the log-prob of a sampled token, given the tokens before in the branch,
-under the model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k],
-the teacher's likeliest tokens at the place of a sampled token, and their log-probs (`trainer.teacher_top_k`). routes:
-[T, width], the experts of the pass that sampled a token, as `areal.models.Routing` says (`trainer.routing`); 0 at
-unsampled tokens. pictures: [T, 16], the digest of the picture behind a placeholder token; 0 at other tokens."""
+`kept_words`, for `score_centring`; 0 for `NO_WORD`.
+returns: the credit of a sampled token, in place of the reward of the sample.
+agents: the agent that the policy played when it sampled a token, a number made from the agent's name; 0: no agent.
+teacher_logprobs, reference_logprobs: the log-prob of a sampled token, given the tokens before in the branch, under the
+model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the
+teacher's likeliest tokens at the place of a sampled token, and their log-probs (`trainer.teacher_top_k`).
+routes: [T, width], the experts of the pass that sampled a token, as `areal.models.Routing` says (`trainer.routing`); 0
+at unsampled tokens. pictures: [T, 16], the digest of the picture behind a placeholder token; 0 at other tokens."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")

@@ -47,7 +47,7 @@ class TokenScores(NamedTuple):
     """The scores of a model for T tokens of a row but the first, given the tokens before, at temperature 1.
 
     logprobs: float32 [T - 1]. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k likeliest tokens at a place
-    and their log-probs. version: the weights'.
+    and their log-probs. version: the version of the weights.
     """
 
     logprobs: np.ndarray
@@ -83,13 +83,13 @@ _FURTHER: Any = make_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(_FURTHER):
-    """A sample of a group, with the columns of `table.COLUMNS`. All columns have one length T; a list becomes an
-    array.
+    """A sample of a group, with the columns of `table.COLUMNS`, all of one length T. A list becomes an array.
 
-    reward: the score of the whole trajectory. finish: "stop" (the policy ended) or "length" (cut at `max_new_tokens`).
-    branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
-    branch by branch: the arrays hold the own tokens of branch after branch, so every sampled token once. Columns
-    that the engine does not give are keyword arguments and attributes; None: the sample has no such column.
+    reward: the score of the whole trajectory. finish: "stop" (the policy ended the sample) or "length" (cut at
+    `max_new_tokens`). branches: empty for a conversation that only grew. Otherwise the sample is a prefix tree, or
+    several, written branch by branch: the arrays hold the own tokens of branch after branch, so every sampled token
+    once. Columns that the engine does not give are keyword arguments and attributes; None: the sample has no such
+    column.
     """
 
     tokens: np.ndarray
@@ -237,11 +237,7 @@ def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
 
 
 def pieces(versions: Sequence[int]) -> list[Piece]:
-    """Split a row with the versions [T] into turns: tokens sampled by the policy, and given tokens.
-
-    >>> pieces([-1, -1, 4, 4])
-    [Piece(sampled=False, start=0, end=2), Piece(sampled=True, start=2, end=4)]
-    """
+    """Split a row with the versions [T] into turns: tokens sampled by the policy, and given tokens."""
     sampled = np.asarray(versions) != NOT_SAMPLED
     ends = np.flatnonzero(np.diff(sampled)) + 1
     return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
@@ -288,11 +284,11 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
 
 
 class Note(NamedTuple):
-    """Facts about a sample beside the tokens. parts: the reward's. discarded: the number of tokens sampled for the
-    sample, but not in it. For the rollouts of a run: generators, the names of the generators that sampled; began, in
-    seconds since 1970; seconds, the duration; waited, the seconds from the permit of the group to `began`; scoring, the
-    part of `seconds` spent on scores. marks: a user's ids of the rewards of a session. gave: for every mark the value
-    and, unless the reward is the session's, the id of the answer."""
+    """Facts about a sample beside the tokens. parts: the parts of the reward. discarded: the number of tokens sampled
+    for the sample, but not in it. For the rollouts of a run: generators, the names of the generators that sampled;
+    began, in seconds since 1970; seconds, the duration; waited, the seconds from the permit of the group to `began`;
+    scoring, the part of `seconds` spent on scores. marks: a user's ids of the rewards of a session. gave: for every
+    mark the value and, unless the reward is the session's, the id of the answer."""
 
     parts: Mapping[str, float] = {}
     discarded: int = 0

@@ -136,8 +136,8 @@ def begin(
     tokenizer: Any, prompt: Prompt, tools: list[dict[str, Any]] | None = None
 ) -> tuple[Conversation, list[Message]]:
     """Return a new conversation and the first messages. The tokenizer's chat template, if any, renders messages. A
-    prompt that is text is used unchanged, and so are all later messages. tools: the row's, for the template to show;
-    calls of these tools get no answer."""
+    prompt that is text is used unchanged, and so are all later messages. tools: tools of the row, for the template to
+    show; calls of these tools get no answer."""
     return Conversation(tokenizer, tools, plain=isinstance(prompt, str)), messages_of(prompt)
 
 

@@ -60,7 +60,7 @@ class Session(Protocol):
     def trajectory(self, reward: float | None = None) -> Trajectory:
         """Return all calls of the sample with every sampled token once, for turns of one conversation or of many.
 
-        reward: the sample's, to which the rewards of calls are added; None: only calls have rewards. Raises ValueError
+        reward: the reward of the sample, besides the rewards of calls; None: only calls have rewards. Raises ValueError
         if nothing was sampled, if there is no reward, or if a reward is not a valid score.
         """
 

@@ -45,7 +45,7 @@ class Tool:
 class Tools(dict[str, Any]):
     """The open tools, by name. A look-up of another name opens the tool.
 
-    config, tokenizer: the run's. place: the role and index of the actor, as in rollout_manager/0. `label`: identifies
+    config, tokenizer: for the run. place: the role and index of the actor, as in rollout_manager/0. `label`: identifies
     this place in the run, also after a restart of the process.
     """
 
