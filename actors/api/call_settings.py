@@ -25,7 +25,7 @@ from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
-# The configuration of a call without one: required keys, and keys whose default suits a first try less.
+# The keys of a run without a configuration: required keys, and keys with a better value for a first try.
 DEFAULTS: dict[str, Any] = {
     "name": "notebook",
     "steps": 100,

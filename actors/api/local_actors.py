@@ -1,4 +1,4 @@
-"""The actors of a process with other work: the actors run in a thread with an event loop."""
+"""Actors in a process that also does other work: the actors run in a thread with an event loop."""
 
 import asyncio
 import functools

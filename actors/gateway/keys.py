@@ -111,7 +111,7 @@ class KeyAccount:
             return
         limit = self.settings.sessions
         if limit is not None and len(self.open) + self.elsewhere.sessions >= limit:
-            raise self._refusal(f"this key may have {limit} sessions at a time: end one", "too_many_sessions")
+            raise self._refusal(f"this key may have {limit} sessions at a time: end a session", "too_many_sessions")
         self.open.add(session)
         try:
             yield

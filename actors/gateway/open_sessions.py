@@ -78,7 +78,7 @@ class OpenSessions:
     def check_call(self, name: str, mark: str) -> None:
         """Raises ApiError if an ended session of this name has answered the call with this mark."""
         if mark and (name, mark) in self._keys.of_session(name).answered:
-            why = "the session that answered this Idempotency-Key has ended: give the call a new one to begin another"
+            why = "the session that answered this Idempotency-Key has ended: give the call a new key"
             raise ApiError(why, "session_over", 409)
 
     async def open_session(self, name: str, train: bool) -> UserSession:
@@ -97,7 +97,7 @@ class OpenSessions:
                 await self.table.discard(session, "opted out")
                 session = None
             if session and session.full:
-                why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another one"
+                why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another session"
                 raise ApiError(why, "session_full", 409)
             with self._keys.accounts[key].opening(name):
                 session = session or await self._begin(name, train)

@@ -39,7 +39,7 @@ class ServedPolicy:
     def generators(self) -> list[Member]:
         """Return the generators of users. Raises ApiError if no version is served."""
         if self._member.state == "draining":
-            raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
+            raise ApiError("this gateway is leaving: ask another gateway", "leaving", 503)
         users, generators = self._sampling.dispatch.users, self._member.directory.with_role("generator")
         serving = [member for member in generators if member.serving or not users]
         if users and not serving:

@@ -196,7 +196,7 @@ def _known_reward(
         return None
     _check_gave(receipt.gave, reward)
     if group not in (None, receipt.group):
-        why = f"the reward with this id was taken for an earlier session {name}: give this one's an id of its own"
+        why = f"the reward with this id was taken for an earlier session {name}: give this reward a new id"
         raise ApiError(why, "id_in_use", 409)
     return _taken(name, reward.call)
 
@@ -205,7 +205,7 @@ def _check_gave(gave: str, reward: UserReward) -> None:
     """Raises ApiError if an earlier reward with this mark gave something else. gave: the value in the earlier receipt;
     empty if unknown."""
     if gave not in ("", reward.gave):
-        raise ApiError("another reward came with this id: give this one an id of its own", "id_in_use", 409)
+        raise ApiError("another reward came with this id: give this reward a new id", "id_in_use", 409)
 
 
 def _taken(name: str, call: str | None) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class UserSession:
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
         elif self._questions[mark] != _question(request):
-            why = "a call with other messages came with this Idempotency-Key: give this one a key of its own"
+            why = "a call with other messages came with this Idempotency-Key: give this call a new key"
             raise ApiError(why, "id_in_use", 409)
         await asyncio.wait([call])
         if call.cancelled():

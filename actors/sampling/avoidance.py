@@ -80,7 +80,9 @@ class Avoidance:
         if earlier is None or not (lost and earlier.lost):
             self._avoided[identity] = _Avoided(now + AVOID_SECONDS, AVOID_SECONDS, lost, listed.get(identity))
             if lost:
-                log.warning("others get its work until it answers again", actor=identity, error=str(error))
+                log.warning(
+                    "other actors get the work of this actor until it answers", actor=identity, error=str(error)
+                )
             if isinstance(error, ConnectionLostError):
                 self._on_lost(member)
         elif earlier.tried or earlier.until <= now:  # a failure after the first batch of failures

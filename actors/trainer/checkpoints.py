@@ -21,7 +21,7 @@ from areal.storage.run_folder import checkpoint_of, ways_on
 from areal.storage.spool import Spool
 from protocols.training_messages import CheckpointAnswer, CheckpointSaved, Recovery
 
-# A leaving trainer estimates a step and a checkpoint by the longest among this many.
+# A leaving trainer estimates a step and a checkpoint by the longest of this many recent durations.
 DURATIONS_KEPT = 4
 
 log = structlog.get_logger()
@@ -68,8 +68,8 @@ class Checkpoints:
         self._on_disk: list[int] = []  # versions with a checkpoint on disk, oldest first
 
     async def load(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or if damaged the checkpoint before. Returns the version. Raises UserError for two
-        damaged."""
+        """Load the last checkpoint, or if damaged the checkpoint before. Returns the version. Raises UserError if both
+        are damaged."""
         newest, damage = recovery.checkpoint_version, ""
         for version in dict.fromkeys((newest, recovery.covered)):
             try:
@@ -126,14 +126,16 @@ class Checkpoints:
     ) -> UserError | None:
         """Wait until the checkpoint is on disk and its version published. Then remove groups from the spool that the
         checkpoint before covers, too, if kept, and checkpoints beyond `trainer.checkpoints_kept`. If the checkpoint
-        cannot be written, training continues, and the next covers all. Returns why it cannot be written."""
+        cannot be written, training continues, and the next checkpoint covers all. Returns why it cannot be written."""
         every, limit = self._config.trainer.checkpoint_every, self._config.trainer.checkpoints_kept
         copied = asyncio.get_running_loop().time()
         try:
             with self._member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
                 await self._learner.finish_save()
         except UserError as error:
-            self._alert(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
+            self._alert(
+                f"{error} The run goes on from the checkpoint before; the next checkpoint is due after {every} steps."
+            )
             return error
         self._member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:

@@ -103,10 +103,10 @@ class Trainer(Actor):
         self._guard = Guard(limits, self.config.trainer.objective)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._version = recovery.checkpoint_version
-        learner, lineage = self._learner, recovery.lineage
-        self._publisher = WeightPublisher(member, learner, lineage, self._timed, self._remove, direct)
+        learner, remove = self._learner, functools.partial(_remove, member, self._learner)
+        self._publisher = WeightPublisher(member, learner, recovery.lineage, self._timed, remove, direct)
         kept = self._learner, self._spool, self._rollouts, recovery.checkpoint_version
-        self._checkpoints = Checkpoints(member, *kept, self._timed, self._remove)
+        self._checkpoints = Checkpoints(member, *kept, self._timed, remove)
         self._samples = SampleStore(
             self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
         )
@@ -285,11 +285,6 @@ class Trainer(Actor):
         if due and not self._guard.suspicious:
             await self._checkpoints.save(self._version, self._publisher.last)
 
-    async def _remove(self, folder: Path) -> None:
-        """Remove a folder of weights or a checkpoint that is no longer needed."""
-        with self.member.working(f"removing {folder.name}", "removal", refusals):
-            await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
-
     def _timed(self, phase: str) -> AbstractContextManager[None]:
         return self._phases.timed(phase, self._version, lambda: self._learner.work_done)
 
@@ -313,6 +308,12 @@ async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -
     await asyncio.to_thread(rollouts.assign, recovery.run)
     await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
     return recovery
+
+
+async def _remove(member: Membership, learner: Learner, folder: Path) -> None:
+    """Remove a folder of weights or a checkpoint that is no longer needed."""
+    with member.working(f"removing {folder.name}", "removal", refusals):
+        await member.disk.write(lambda: learner.forget(folder), f"that {folder.name} is removed")
 
 
 async def _remove_weights(member: Membership) -> None:

@@ -22,8 +22,8 @@ class RowHistory:
     index, prompt: the training index and the number of the row's last prompt. choices: number of prompts. groups:
     number of finished groups. mean, spread: mean and standard deviation of the rewards of the last finished group.
     flat: the number of last groups in a row without signal (equal rewards). rate: the mean over the groups' means, in
-    which a group counts half as much as the next group. version: the run's when the last group was finished. tokens:
-    sampled in all groups.
+    which a group counts half as much as the next group. version: the version of the run when the last group was
+    finished. tokens: sampled in all groups.
     """
 
     index: int
@@ -69,9 +69,9 @@ class History:
 
     source: the rows. Without a source, only `load` and `dump` work. seed: the seed of the run. group_size: samples of a
     group. prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last
-    choice, -1 before the first. version: the run's when the last group was finished. rows: by `source.key`, in the
-    order of the first choice. measured: keys of the rows with a finished group. sources: in order; empty before the
-    first choice.
+    choice, -1 before the first. version: the version of the run when the last group was finished. rows: by
+    `source.key`, in the order of the first choice. measured: keys of the rows with a finished group. sources: in order;
+    empty before the first choice.
     """
 
     source: "PromptSource | None" = field(default=None, compare=False)
@@ -126,7 +126,7 @@ class History:
 
     def finished(self, index: int, mean: float, spread: float, signal: bool, version: int, tokens: int) -> None:
         """Note that a group of this training index is ready. mean, spread: mean and standard deviation of the rewards.
-        signal: whether rewards differ. version: of the run. tokens: the number of sampled tokens."""
+        signal: whether rewards differ. version: the version of the run. tokens: the number of sampled tokens."""
         if self.source is None:
             return
         key = self.source.key(index)

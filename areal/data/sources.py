@@ -139,7 +139,9 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
         if config.split != "train" and name == config.source:
-            raise UserError(f"{what} is a file, which has no data.split: remove it, or name a file with those rows")
+            raise UserError(
+                f"{what} is a file, which has no data.split: remove it, or name a file with the rows of the split"
+            )
         path = Path(name).expanduser()
         return table(config, open_parquet(path, what), what) if kind == ".parquet" else _open_file(config, path, what)
     if name.startswith("hf:") or _folder(name)[0].is_dir():
@@ -198,7 +200,7 @@ def _open_file(config: SourceConfig, path: Path, what: str) -> Table:
     """Open a file of rows, but Parquet. Blank lines are skipped. The whole file is read and checked at once."""
     numbered = list(read_file(path, what))
     if not numbered:
-        raise UserError(f"{what}: the file has no rows: name another one")
+        raise UserError(f"{what}: the file has no rows: name another file")
     unit = unit_of(path)
     table = Table(config, [raw for _, raw in numbered], lambda position: f"{path}, {unit} {numbered[position][0]},")
     for position in range(len(table)):
@@ -212,7 +214,7 @@ def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
     if kind_of(path.name) not in (None, ".json"):
         entry = next(itertools.islice(read_file(path, what), number, None), None)
         if entry is None:
-            raise UserError(f"{what} has no row {number}, counted from 0: name another one")
+            raise UserError(f"{what} has no row {number}, counted from 0: name another row")
         return make_row(entry[1], config, f"{path}, {unit_of(path)} {entry[0]},")
     return make_row(read_object(read_text(path, what), str(path), "correct it"), config, str(path))
 
@@ -220,7 +222,7 @@ def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
 def table(config: SourceConfig, dataset: Any, what: str) -> Table:
     """Open a Hugging Face data set. Columns and first row are checked at once, other rows when they are looked up."""
     if not len(dataset):
-        raise UserError(f"{what}: the data set has no rows: name another one")
+        raise UserError(f"{what}: the data set has no rows: name another data set")
     table = Table(config, dataset, lambda position: f"{what}, row {position},")
     table.row(0)
     return table

@@ -79,7 +79,7 @@ class Conversation:
         the chat template does not show a message.
         """
         if not self.continues(messages):
-            raise ValueError("the messages do not begin with those of this conversation")
+            raise ValueError("the messages do not begin with the messages of this conversation")
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
         self._last_prompt = list(messages), new
         turns = zip(self._openings, self.generations, strict=True)
