@@ -222,13 +222,13 @@ def _lengths(length: Curve, reward: Curve) -> Iterator[Alert]:
     if first := length.since(length.falls() & (length.means < length.level * (1 / FACTOR if unpaid else REMAINS))):
         sentence = (
             f"Completions have shrunk {change} since step {first}{unpaid}: read whether they still do the task, and "
-            f"whether the reward pays for short ones."
+            f"whether the reward pays for short completions."
         )
         yield _alert("length collapse", length, first, sentence, completion_tokens_max=round(length.level / FACTOR))
     if unpaid and (first := length.since(length.rises() & (length.means > length.level * FACTOR))):
         sentence = (
             f"Completions have grown {change} since step {first}{unpaid}: read what fills them, and whether the reward "
-            f"pays for long ones; set reward.overlong_tokens."
+            f"pays for long completions; set reward.overlong_tokens."
         )
         yield _alert("length explosion", length, first, sentence, completion_tokens_min=round(length.level * FACTOR))
 

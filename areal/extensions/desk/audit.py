@@ -207,7 +207,7 @@ class Audit:
             min(facts.logged, default=ledger.version)
         )
         for origin in self.record.origins[-1:]:
-            finding.about += f"; the steps up to {self.first} are those of {origin.name}, run {origin.run}: audit that"
+            finding.about += f"; the steps up to {self.first} belong to {origin.name}, run {origin.run}: audit that run"
         return facts
 
     # --- the groups in the rollouts
@@ -435,7 +435,7 @@ def _some(numbers: Sequence[int]) -> str:
 
 def _page(report: Mapping[str, Any]) -> Table:
     table = Table(title=f"Audit of {report['folder']}, run {report['run']}", show_lines=True)
-    for heading in ("check", "result", "what was compared, and what does not fit"):
+    for heading in ("check", "result", "compared data, and faults"):
         table.add_column(heading, overflow="fold")
     for finding in report["findings"]:
         lines = [*finding["faults"], *finding["unknown"]]

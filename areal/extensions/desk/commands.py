@@ -16,7 +16,9 @@ def declare(tools: RoomTools) -> None:
 
 
 def _declare_readers(tools: RoomTools) -> None:
-    compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
+    compare = tools.add(
+        "compare", "comparison:compare", "print how the settings of runs differ, and their last figures"
+    )
     compare.add_argument("folders", nargs="+", **RUN)
 
     rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (areal docs observe)")
@@ -34,7 +36,7 @@ def _declare_readers(tools: RoomTools) -> None:
     grafana = "print a dashboard to import into Grafana, with every curve of a step"
     tools.add("grafana", "grafana:print_dashboard", grafana)
 
-    summary = "write rollouts of a run as a data set for TRL and others, or its model"
+    summary = "write rollouts of a run as a data set for TRL and other libraries, or its model"
     add = tools.add("export", "export:export", summary).add_argument
     add("folder", **RUN)
     add(
@@ -92,11 +94,11 @@ def _declare_replays(tools: RoomTools) -> None:
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
 
     summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
-    epilog = "Exit code 1: a check fails, or the record does not have what it takes (areal docs desk)."
+    epilog = "Exit code 1: a check fails, or the record lacks the data for it (areal docs desk)."
     add = tools.add("audit", "commands:audit", summary, epilog).add_argument
     add("run", **RUN_OR_RECORD)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")
-    add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
+    add("--full", action="store_true", help="train all steps again, not only the steps between two checkpoints")
     add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
 
 

@@ -264,7 +264,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
         os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
     console.quiet = os.environ.get("RANK", "0") != "0"
     if any(variant.off_policy for variant in replays):
-        console.print("Off-policy: a variant trains on what the run's policies sampled, not its own.", soft_wrap=True)
+        console.print("Off-policy: a variant trains on samples of the run's policies, not its own.", soft_wrap=True)
     alike: dict[str, Replay] = {}
     same = {variant.name: alike.setdefault(variant.what_matters(), variant) for variant in replays}
     todo = list(alike.values())

@@ -50,7 +50,7 @@ def _print_samples(record: Record, console: Console) -> None:
     """Print the held-out rows with the largest changes of score."""
     pairs = record.sample_pairs()[:PAIRS_SHOWN]
     if pairs:
-        console.print("[bold]Held-out rows before and after the training, those that changed most first[/]")
+        console.print("[bold]Held-out rows before and after the training, the largest changes first[/]")
     if pairs and record.settings.get("data", {}).get("source") == "addition":
         console.print(addition.WORKING_IN_WORDS)
     for pair in pairs:

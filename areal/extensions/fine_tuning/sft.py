@@ -234,7 +234,7 @@ def _text(row: Row, data: SftData) -> str:
         case list():
             raise UserError(
                 f"The row of {data.named} with the prompt {row.prompt!r:.60} has a {data.answer_key} that is neither "
-                f"text nor one message of the assistant that is text: make it one."
+                f"text nor a single message of the assistant with text: correct it."
             )
         case _:
             text = row.answer or ""

@@ -85,7 +85,7 @@ def _unpack(path: Path, stream: IO[bytes], folder: Path) -> None:
         if name == SUMS and size < _CHUNK:
             expected = {line[66:]: line[:64] for line in target.read_text().splitlines()}
         elif digest != listed:
-            raise _refusal(path, f"{name} is not the one that {SUMS} lists")
+            raise _refusal(path, f"{name} differs from the file that {SUMS} lists")
     if expected:
         raise _refusal(path, f"it lacks {', '.join(expected)}")
 

@@ -66,9 +66,9 @@ class SelfTest:
         if unknown := sorted(self._only - CHECKS):
             raise UserError(f"There is no check {unknown[0]!r}: known are {', '.join(sorted(CHECKS))}.")
         if options.overrides and not options.config:
-            raise UserError("Changes to the configuration need one: give --config FILE.yaml.")
+            raise UserError("Changes need a configuration: give --config FILE.yaml.")
         if options.model_only and not options.config:
-            raise UserError("--model-only needs the run whose model it is: give --config FILE.yaml.")
+            raise UserError("--model-only needs a run with the model: give --config FILE.yaml.")
         if not (options.json.absolute().parent.is_dir() and os.access(options.json.absolute().parent, os.W_OK)):
             raise UserError(f"{options.json} cannot be written: give another file with --json.")
         cold = cold_seconds(os.environ, gpus=bool(visible_devices()))

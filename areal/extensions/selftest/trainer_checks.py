@@ -116,7 +116,7 @@ class TrainingChecks(DeviceChecks):
                 gaps[0] <= GAP[self._config.trainer.dtype] / LAYERS and gaps[1] <= self._gap_limit,
                 f"{size / 1e9:.3g} GB saved in {seconds:.2f} s, loaded by another trainer in {loading:.2f}; log-probs "
                 f"differ by {gaps[0]:.1e} nats, after a step by {gaps[1]:.1e} (at most {self._gap_limit:g})",
-                "A trainer that goes on from a checkpoint is another than the one that wrote it: report it.",
+                "A trainer that goes on from a checkpoint differs from the trainer that wrote it: report it.",
                 bytes=size,
                 save_seconds=seconds,
                 load_seconds=loading,
