@@ -37,19 +37,19 @@ Unknown keys and wrong values are reported before anything is started. `--dry-ru
 configuration; a run also writes it to `config.yaml` in the run folder.
 """
 COMMAND = """\
-`areal config` prints each key with its values and its meaning, `areal config trainer.` the keys of a section, and
-`areal config WORD ...` the keys with these words in their names or meanings.
+`areal config` prints the keys with values and meanings, `areal config trainer.` the keys of a section, and
+`areal config WORD ...` the keys with the words in name or meaning.
 """
 COLUMNS = """\
-The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
-it, and limits follow, but not the obvious ones: no count, size or time is negative.
+The column *value* begins with the default, or with *required*. Other values, the type and limits follow, unless they
+are obvious: no count, size or time is negative.
 """
 
 FINE_TUNING = """\
 ## Supervised fine-tuning
 
-These are the keys of `areal sft --model FOLDER --data FILE.jsonl --output FOLDER key=value ...`, which trains
-a model that a run can start from. The keys of its section `trainer` are those of a run.
+`areal sft --model FOLDER --data FILE.jsonl --output FOLDER key=value ...` trains a model from which a run can start.
+The section `trainer` is as in a run; the other keys are below.
 """
 
 

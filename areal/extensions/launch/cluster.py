@@ -37,7 +37,7 @@ class ClusterConfig(Section):
     """container image. Slurm: a file .sif for apptainer, or a name for pyxis; Kubernetes and SkyPilot: a name"""
     mounts: list[str] = Field(default_factory=list, description="folders that a container on Slurm sees, as they are")
     volume: str = Field("areal-runs", description="Kubernetes: the PersistentVolumeClaim with the run folder")
-    storage: str = Field("500Gi", description="Kubernetes: size of that volume, which is made if it is missing")
+    storage: str = Field("500Gi", description="Kubernetes: size of the volume, which is made if missing")
     accelerator: str = Field("H100", description="SkyPilot's name of the GPUs")
     resources: dict[str, int] = Field(default_factory=dict)
     """Kubernetes: resources of a pod with all devices of a node, such as {rdma/hca_shared_devices_a: 1}"""
