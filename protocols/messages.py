@@ -98,9 +98,6 @@ class Message(Part):
         KINDS[cls.kind] = cls
 
 
-# --- messages of the transport itself
-
-
 class Failure(Message):
     """The answer to a failed request: a typed error."""
 
@@ -128,9 +125,6 @@ class StreamEnd(Message):
 
 class Done(Message):
     """The request was carried out, and the effect is committed."""
-
-
-# --- rollouts
 
 
 class Permit(Part):
@@ -421,9 +415,6 @@ class StoredCalls(Message):
     """The frame of StoreCalls; empty if nothing is stored."""
 
     frame: Bytes
-
-
-# --- training
 
 
 class GroupReady(Message):

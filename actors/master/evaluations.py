@@ -55,8 +55,6 @@ class Evaluations:
         """True if the evaluation of the first or the last version is over, with or without a result."""
         return self._state.results.is_over(version) or not self._config.evaluates
 
-    # --- holds
-
     def hold_version_0(self, fresh: Member | None = None) -> None:
         """Have one generator hold version 0 until the evaluation is over, while the run goes on. The generator must
         still have version 0: `fresh`, which has just joined, or any generator before a newer version is published."""
@@ -90,8 +88,6 @@ class Evaluations:
     def _hold(self, generator: Member, policy: Policy) -> None:
         self._held_since = self._clock()
         self._members.hold(generator, policy, serving=self.served.serves_at_once(policy.version))
-
-    # --- what the evaluator reports
 
     def begin_attempt(self) -> None:
         """An evaluator has begun the evaluation that is due."""
@@ -142,8 +138,6 @@ class Evaluations:
     def _drop(self, version: int, reason: str) -> None:
         self._state.emit(EvaluationDropped(version=version, reason=reason))
         log.warning("not evaluated", version=version, reason=reason)
-
-    # --- losses and deadlines
 
     def lose_member(self, member: Member) -> None:
         """Call before a member is removed. The loss of the holder loses its version, except that another generator may

@@ -88,8 +88,6 @@ class Master:
     def ledger(self) -> Ledger:
         return self.state.ledger
 
-    # --- life
-
     async def run(self) -> Ending:
         """Serve until the run has ended. Returns the ending. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()

@@ -46,8 +46,6 @@ class Members:
         """The generator that holds a policy for an evaluation, and the policy; None if no generator does."""
         return self._state.results.holder(self._state.members.values())
 
-    # --- the directory
-
     def snapshot(self, sequence: int, events: str) -> Snapshot:
         """The snapshot. A member is encoded once per change: thousands of actors may join at once."""
         entries: tuple[Any, ...] = tuple(self._entries.values())
@@ -113,8 +111,6 @@ class Members:
         if self._size - len(earlier) + len(entry) > MAX_DIRECTORY_BYTES:
             raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
         return entry
-
-    # --- what members say
 
     def activity(self, role: str) -> str:
         """The activity of the first member of the role."""

@@ -79,8 +79,6 @@ class Progress:
         """A member has gone. The run does not end before a successor has had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
 
-    # --- stalls
-
     def describe_stall(self) -> str:
         return f"the run has made no progress for {self._clock() - self._last:.0f} s: {self.describe()}"
 
@@ -118,8 +116,6 @@ class Progress:
             goals = {"batch", "evaluation"} if self._members.holder else {"batch"}
         awaited = {role.name for role in ROLES.values() if goals & role.works_for}
         return [i for i, m in self._state.members.items() if m.role in awaited and m.state == "healthy"]
-
-    # --- in words
 
     def describe(self) -> str:
         """The waits between actors and their duration, in a line, with the actor that has been at work for longest."""

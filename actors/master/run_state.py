@@ -129,8 +129,6 @@ class RunState:
         if self.journal.size >= max(COMPACT_EVENTS, len(self.history.rows)):
             self.journal.compact(self.dump())
 
-    # --- the ledger's own events
-
     def _ledger_event(self, event: Event) -> None:
         if not isinstance(event, Renewed):
             self.journal.append(*event_record(event))
@@ -169,8 +167,6 @@ class RunState:
         if group in self.tally.rewards:
             self.sessions.drop_receipts(group)
         self.tally.drop(group)
-
-    # --- the changes outside the ledger
 
     def apply(self, change: Change) -> None:
         match change:
@@ -220,8 +216,6 @@ class RunState:
             self._drop(rewarded.group)
         elif group.session:
             self.sessions.add_receipt(group.session, rewarded)
-
-    # --- persistence
 
     def _restore(self) -> None:
         snapshot, events = self.journal.read()

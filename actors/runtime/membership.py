@@ -144,8 +144,6 @@ class Membership:
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._tasks: asyncio.TaskGroup | None = None
 
-    # --- what roles and their parts use
-
     async def ask_master(self, message: Message, answer: type[M], park: float = 0.0) -> M:
         """The master's answer to `message`. The request is resent until a master answers, perhaps after a restart.
 
@@ -232,8 +230,6 @@ class Membership:
     @property
     def leaving(self) -> bool:
         return self.leave_sign.done()
-
-    # --- life
 
     async def run(self) -> Ending:
         """Join, work and leave. Returns the ending. Raises the role's exceptions, and UserError without a master."""
@@ -370,8 +366,6 @@ class Membership:
         except TimeoutError:
             log.warning("could not hand over everything", seconds=self.config.master.drain_seconds)
         self.stop(replace(ending, reason=f"{ending.reason}{self.outcome}"))
-
-    # --- heartbeats
 
     async def _heartbeat(self) -> None:
         while True:

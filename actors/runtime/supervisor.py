@@ -147,8 +147,6 @@ class Supervisor:
             self._hurry.set_result(None)
         self._finish(Ending(False, f"told to stop by {sign.name}", stopped=True))
 
-    # --- the run
-
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> Ending:
         """Do `work` until `_finish` is called, then stop all children. Raises exceptions of `work`."""
         working = asyncio.create_task(work, name="supervision")
@@ -173,8 +171,6 @@ class Supervisor:
 
     def _say(self, line: str) -> None:
         self.console.print(shown(line), highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
-
-    # --- children
 
     def _add(self, tasks: asyncio.TaskGroup, role: str, index: int, arguments: list[str]) -> Child:
         """Keep a further child, in its own task."""

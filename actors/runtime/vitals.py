@@ -45,7 +45,7 @@ class _Watch:
         self._schedule()
 
     def _look(self, thread: int) -> None:
-        """The loop of another thread. thread: id of the event loop's. A suspended process does not count on."""
+        """Look at the event loop every second, from another thread. thread: id of the event loop's thread."""
         while not self._loop.is_closed():
             time.sleep(1.0)
             self._still += 1

@@ -22,6 +22,8 @@ Events = Sequence[tuple[str, dict[str, Any]]]
 # What is not kept: where events go, what is chosen from, events for messages to people, and when leases end, since all
 # are renewed.
 NOT_KEPT = ("config", "journal", "room", "row_of_prompt", "source", "_unseen", "_story", "lease_expires")
+PARTS = ("results", "tally", "sessions")
+"""The parts of a `RunState`."""
 
 
 class Replay(Journal):
@@ -38,8 +40,14 @@ class Replay(Journal):
 def differences(state: RunState, events: Events, source: PromptSource) -> list[str]:
     """The names of what differs from the state after these events. source: the rows."""
     replayed = RunState(state.config, Replay(events), source)
-    restored, expected = _plain(state), _plain(replayed)
+    restored, expected = _fields(state), _fields(replayed)
     return [name for name, value in expected.items() if restored[name] != value]
+
+
+def _fields(state: RunState) -> dict[str, Any]:
+    """The fields of the state, with the fields of its parts among them."""
+    fields: dict[str, Any] = _plain(state)
+    return {name: value for part in PARTS for name, value in fields.pop(part).items()} | fields
 
 
 def _plain(value: Any) -> Any:
