@@ -16,7 +16,7 @@ import structlog
 from actors.runtime.membership import Membership
 from actors.sampling.flows import PART_BYTES
 from actors.sampling.serving import Serving
-from areal.rewards.functions import NO_OPTIONS
+from areal.rewards.lookup import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed

@@ -183,7 +183,7 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
 
 def threads_of_scorers(config: Config) -> int:
     """How many threads the engines of all scorers that a run starts have on a machine without GPUs."""
-    return sum(config.scorers[name].threads * config.scorers[name].devices for name in config.started_scorers)
+    return sum(config.scorers[name].threads * config.scorers[name].devices for name in config.scorer_uses.started)
 
 
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -293,7 +293,7 @@ from areal.config.data_section import DataConfig
 from areal.data.history import History
 from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
-from areal.rewards.functions import resolve
+from areal.rewards.lookup import resolve
 from areal.config.reading import CONFIGS
 from areal.extensions.trackers.tracking import Tracker, TrackingProcess, open_sinks
 from areal.storage.records import line_of

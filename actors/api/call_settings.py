@@ -19,7 +19,8 @@ from areal.config.reading import CONFIGS, merged, read_values, write_yaml
 from areal.config.role_sections import EXTERNAL
 from areal.data.sources import open_source
 from areal.rewards.first_call import check_calls
-from areal.rewards.functions import RewardFunction, of_object
+from areal.rewards.functions import RewardFunction
+from areal.rewards.lookup import of_object
 from areal.storage.claim import check_room, claim
 from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow

@@ -24,7 +24,8 @@ from actors.runtime.bound_addresses import locate
 from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.config import Config
-from areal.rewards.functions import RewardFunction, check_groups, of_object
+from areal.rewards.functions import RewardFunction
+from areal.rewards.lookup import check_groups, of_object
 from areal.storage.claim import claimed_address
 from areal.storage.record import Record
 from areal.storage.records import new_steps
@@ -164,7 +165,7 @@ class LiveRun:
     @property
     def metrics(self) -> Any:
         """The numbers of each step (areal docs observe): a pandas DataFrame, or a list of dicts without pandas."""
-        return _table(Record(self.folder).records)
+        return _table(Record(self.folder).metrics.records)
 
     @property
     def rollouts(self) -> "RolloutTable":

@@ -41,7 +41,7 @@ class SessionRequests(HandlesRequests):
             seconds = self._run.config.master.lease_seconds
             if self._run.admission.free_sessions():
                 served = self._run.evaluations.served.version
-                group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
+                group = ledger.sessions.open(name, owner, self._run.now(), seconds, served) or group
         receipt = self._run.state.sessions.receipt(name, request.message.mark)
         if group is None:
             return SessionAnswer(state="trained" if name in self._run.state.sessions.receipts else "", receipt=receipt)
@@ -50,12 +50,12 @@ class SessionRequests(HandlesRequests):
         return SessionAnswer(session=session, state=group.state.value, holder=group.owner, receipt=receipt)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
-        return self._run.ledger.leases.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
+        return self._run.ledger.sessions.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
 
     @handles(AdoptSessions)
     async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
         owner = self._run.member(request, "gateway").identity
-        orphans = self._run.ledger.leases.left_sessions()[: request.message.count]
+        orphans = self._run.ledger.sessions.ownerless()[: request.message.count]
         return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
 
     @handles(DiscardSession)

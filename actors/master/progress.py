@@ -19,7 +19,7 @@ class Servers:
 
     def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
         self._config, self._state, self._clock = state.config, state, clock
-        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
+        self._scorers = dict.fromkeys(self._config.scorer_uses.needed, "scorer")
         self._were_served: set[str] = set()
         self.since: dict[str, float] = {}
 
@@ -91,7 +91,7 @@ class Progress:
             return None
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
-        if joining or self.servers.since.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
+        if joining or self.servers.since.keys() - {*self._config.own_rewards, *self._config.scorer_uses.started}:
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"

@@ -40,6 +40,7 @@ from areal.data.history import History
 from areal.data.prompt_sources import PromptSource
 from areal.data.samplers import open_sampler, safe_choice
 from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_snapshot import snapshot_of, state_of
 from areal.staleness.ledger_state import (
     BY_USERS,
     Admitted,
@@ -239,7 +240,7 @@ class RunState:
     def dump(self) -> dict[str, Any]:
         """All state, fit for JSON: a snapshot for the journal."""
         return {
-            "ledger": self.ledger.state.dump(),
+            "ledger": snapshot_of(self.ledger.state),
             "run_ahead": self.run_ahead.dump(),
             "policy": self.policy.model_dump(),
             "members": [member.model_dump() for member in self.members.values()],
@@ -254,7 +255,7 @@ class RunState:
         """Become the state that `dump` returned. Fields that an earlier version did not know are as in a new run."""
         with self.journal.version_errors("the snapshot"):
             dump = with_defaults(dump, self._new)
-            self.ledger = Ledger(LedgerState.load(dump["ledger"]))
+            self.ledger = Ledger(state_of(dump["ledger"]))
             self.run_ahead.load(dump["run_ahead"])
             self.policy = Policy.model_validate(dump["policy"])
             members = [Member.model_validate(member, strict=False) for member in dump["members"]]

@@ -31,8 +31,8 @@ def scorers_of(config: Config, row: Row) -> dict[str, str]:
     if trainer.teacher_key:
         named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
     for name in filter(None, named.values()):
-        if name not in config.logprob_scorers:
-            names = ", ".join(config.logprob_scorers)
+        if name not in config.scorer_uses.logprobs:
+            names = ", ".join(config.scorer_uses.logprobs)
             why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {names}"
             raise SampleFailed("row", why)
     return {column: name for column, name in named.items() if name}

@@ -71,7 +71,7 @@ class Sampling:
             config=config,
             tokenizer=tokenizer,
             dispatch=self.dispatch,
-            rewards=Rewards(self.dispatch, rules, config.reward_scorers, judges),
+            rewards=Rewards(self.dispatch, rules, config.scorer_uses.rewards, judges),
             place=f"{role}/{member.index}",
         )
         member.used.push_async_callback(self.services.close)

@@ -191,7 +191,7 @@ class SampleSession(SampleState):
 
     async def logprobs(self, scorer: str, tokens: Tokens) -> np.ndarray:
         """See areal.workflows.Session. Raises SampleFailed."""
-        if scorer not in (names := self._services.config.logprob_scorers):
+        if scorer not in (names := self._services.config.scorer_uses.logprobs):
             known = ", ".join(names) or "none"
             raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
         with self.own_code.waiting():

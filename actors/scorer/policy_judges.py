@@ -12,7 +12,7 @@ from actors.sampling.jobs import Call, SampleState
 from actors.sampling.scores import Dispatcher
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.rewards.functions import judge_by
+from areal.rewards.lookup import judge_by
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.workflows.conversation import Conversation, user

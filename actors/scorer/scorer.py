@@ -28,7 +28,7 @@ from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import SCORER
 from areal.data.rows import chat_of
 from areal.generation.generation_engine import EngineStats, GenerationEngine
-from areal.rewards.functions import judge_by
+from areal.rewards.lookup import judge_by
 from areal.rewards.result import Result, RewardError, as_score
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
@@ -120,7 +120,7 @@ class Scorer(Serving):
 
     async def _score(self, key: str, job: int, tokens: list[int], add: "Callable[[_ScoredRow], None]") -> None:
         """Score a row. key: the row's name in the engine. Raises RefusedError, or EngineError if the engine died."""
-        top_k = self.config.top_k_of(self._name)
+        top_k = self.config.scorer_uses.top_k(self._name)
         add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))
 
     async def score_completions(

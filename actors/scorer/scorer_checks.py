@@ -13,7 +13,7 @@ from areal.samples.tokenizer import load_tokenizer
 def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
     """Return the most tokens of a row for every scorer that gives log-probs, if known."""
     rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
-    return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
+    return {name: room for name, room in rooms.items() if room and name in config.scorer_uses.logprobs}
 
 
 def _room(scorer: ScorerConfig, model: Path) -> int | None:

@@ -18,6 +18,7 @@ from areal.config import Config
 from areal.config.engine_sections import EngineConfig
 from areal.config.named_objectives import OBJECTIVES
 from areal.config.roles import ROLES
+from areal.config.section_conflicts import conflicts_of_groups
 from areal.cpu.processor import c_compiler, hides_avx512, lacks_bf16, mkl_library
 from areal.data.addition import ALPHABET
 from areal.data.prompt_sources import PromptSource
@@ -39,7 +40,7 @@ from areal.models import (
     resolve_reference,
     routing_of,
 )
-from areal.rewards import functions as rewards
+from areal.rewards import lookup as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
 from areal.storage.claim import can_be_made
 from areal.training.algorithms.advantages import compares_group, rehearse_estimator
@@ -171,7 +172,7 @@ def check_code(config: Config) -> None:
         from areal.training.algorithms.objectives import rehearse  # imports torch, for a user's own objective only
 
         rehearse(config.trainer)
-    conflicts = config.conflicts_of_groups(f"trainer.advantage={config.trainer.advantage}")
+    conflicts = conflicts_of_groups(config, f"trainer.advantage={config.trainer.advantage}")
     if compares_group(rehearse_estimator(config.trainer)) and (conflict := next(conflicts, None)):
         raise UserError(f"{conflict}.")
 
@@ -332,10 +333,10 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
     processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
-    if config.started_scorers:
+    if config.scorer_uses.started:
         of_scorer = {name: sum(weight_sizes(model).values()) for name, model in scorers.items()}
         needs["scorers"] = sum(
-            _engine_bytes(config.scorers[name], of_scorer.get(name, 0)) for name in config.started_scorers
+            _engine_bytes(config.scorers[name], of_scorer.get(name, 0)) for name in config.scorer_uses.started
         )
     needs["other roles"] = processes * OTHER_BYTES
     room = host_memory()

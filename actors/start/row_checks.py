@@ -17,7 +17,7 @@ from areal.data.prompt_sources import PromptSource
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.rewards.first_call import check_own_rewards
-from areal.rewards.functions import hook
+from areal.rewards.lookup import hook
 from areal.samples.pictures import find
 from areal.samples.tokenizer import missing_character
 from areal.workflows import builtin as workflows

@@ -160,7 +160,7 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.dry_run and roles not in ([], ["master"]):
         raise UserError("--dry-run checks a run, or its master: leave out the other roles, they have no configuration.")
     if roles in ([], ["master"]):
-        from areal.rewards.functions import with_groups
+        from areal.rewards.lookup import with_groups
 
         config = with_groups(configuration(arguments))
         if not roles:
@@ -198,7 +198,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
     check_place(arguments.index, arguments.ports)  # now, because the master may be long in coming
     if arguments.reward:
-        from areal.rewards.functions import find
+        from areal.rewards.lookup import find
 
         for name in arguments.reward:
             find(name)

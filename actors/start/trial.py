@@ -39,7 +39,7 @@ from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Json, Parsed, Parsers
 from areal.generation.generation_engine import EngineError, GenerationEngine
 from areal.models import resolve_model
-from areal.rewards import functions as rewards
+from areal.rewards import lookup as rewards
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import Result
 from areal.samples.pictures import find

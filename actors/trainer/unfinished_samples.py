@@ -61,7 +61,7 @@ class UnfinishedSamples(HandlesRequests):
                 fresh = {key for key, version in earlier.items() if version >= answer.oldest}
                 await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
                 begun = [key for key in unfinished if key in fresh]
-                await self._use_spool(request, self._spool.move_calls, group, begun)
+                await self._use_spool(request, self._spool.unfinished.move, group, begun)
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
                 stored, unfinished = await self._oldest_versions(request, size)
         stored_group = await self._use_spool(request, self._spool.complete, group, size)
@@ -79,7 +79,9 @@ class UnfinishedSamples(HandlesRequests):
         """The oldest versions in stored samples of the prompt, and in stored calls. If samples count only as a complete
         group (`all_or_none`), incomplete groups are left out, and each sample gets the oldest version in its group."""
         samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
-        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
+        unfinished = await self._use_spool(
+            request, self._spool.unfinished.oldest_versions, request.message.prompt_index
+        )
         stored = {key: sample.start_version for key, sample in samples.items()}
         if request.message.all_or_none:
             of_groups: dict[str, list[int]] = {}
@@ -95,7 +97,7 @@ class UnfinishedSamples(HandlesRequests):
 
         def put() -> None:
             check_holder(self._spool, request)
-            self._spool.put_calls(*key, stored.prompt_index, stored.frame.data, stored.number)
+            self._spool.unfinished.put(*key, stored.prompt_index, stored.frame.data, stored.number)
             check_holder(self._spool, request)  # another gateway may have read the calls before these
 
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
@@ -108,8 +110,8 @@ class UnfinishedSamples(HandlesRequests):
         gateway may store calls of the session."""
         key = request.message.group, request.message.place
         if request.sender.startswith("gateway/"):
-            await self._use_spool(request, self._spool.hold, key[0], request.sender)
-        frame = await self._use_spool(request, self._spool.calls, *key)
+            await self._use_spool(request, self._spool.unfinished.hold, key[0], request.sender)
+        frame = await self._use_spool(request, self._spool.unfinished.calls, *key)
         return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
 
@@ -117,6 +119,6 @@ def check_holder(spool: Spool, request: Request[StoreSamples] | Request[StoreCal
     """Raises RefusedError if another gateway holds the session, and so lacks the calls of this request."""
     if request.message.prompt_index < 0:
         group = request.message.group
-        holder = spool.holder(group)
+        holder = spool.unfinished.holder(group)
         if holder not in ("", request.sender):
             raise RefusedError(f"{holder} goes on with {group}")

@@ -40,7 +40,7 @@ class RolloutPages:
     def __init__(self, record: Record) -> None:
         self._rollouts, self._record = Rollouts(record), record
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
-        self._tokenizer = functools.cache(record.tokenizer)
+        self._tokenizer = functools.cache(record.configuration.tokenizer)
         self._loading = threading.Lock()  # two threads cannot import transformers at the same time
 
     def routes(self) -> list[web.RouteDef]:

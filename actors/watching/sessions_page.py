@@ -11,6 +11,7 @@ from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.audit import read_journal
 from areal.extensions.desk.run_view import finite
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import LedgerError
 from areal.storage.record import Record
 
@@ -38,7 +39,7 @@ def sessions_of(record: Record) -> dict[str, Any]:
     """The sessions in the journal, and the keys in the last step's metrics. `expires`: the last version that may train
     the session. Raises as `read_journal`."""
     journal = read_journal(record)
-    ledger = journal.ledger.dump()
+    ledger = snapshot_of(journal.ledger)
     rows = []
     for group in ledger["groups"]:
         if group["session"]:

@@ -7,7 +7,7 @@
 | `environment` | a class (`areal.extensions.environments`) |
 | `provider` | a provider of sandboxes (`areal.extensions.sandboxes.sandbox_owner`) |
 | `reward` | a reward (`areal.rewards.functions`) |
-| `reward_form` | how rewards of another library are called (`areal.rewards.functions`), of this project alone |
+| `reward_form` | how rewards of another library are called (`areal.rewards.lookup`), of this project alone |
 | `source` | a function that opens a source of rows (`areal.data.sources`) |
 | `sampler` | a sampler of rows (`areal.data.samplers`) |
 | `objective` | the loss of an objective (`areal.training.algorithms.objectives`) |

@@ -6,7 +6,6 @@ This module imports neither torch nor vLLM, so a configuration can be checked be
 
 import copy
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
@@ -18,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from areal.base.errors import UserError, explain
 from areal.base.secrets import reveal, without_secrets
-from areal.config.data_section import ONE_OR_SEVERAL, DataConfig, SourceConfig
+from areal.config.data_section import DataConfig
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, ScorerConfig, WeightsConfig
 from areal.config.mistakes import is_about, other_names, sentence_of
 from areal.config.overrides import forget_source, parsed, set_value, split_override
@@ -31,8 +30,10 @@ from areal.config.role_sections import (
     ObserveConfig,
     RolloutManagerConfig,
 )
-from areal.config.scoring import POLICY, SCORER, RewardConfig, ScoringConfig
-from areal.config.section import NAME, Section, T, UserPath
+from areal.config.scorer_uses import ScorerUses
+from areal.config.scoring import RewardConfig, ScoringConfig
+from areal.config.section import Section, T, UserPath
+from areal.config.section_conflicts import conflicts_between, conflicts_of_rows
 from areal.config.trainer_section import GuardConfig, TrainerConfig
 
 
@@ -107,173 +108,15 @@ class Config(ScoringConfig, metaclass=_Checked):
         )
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._conflicts_of_rows()
+        yield from conflicts_of_rows(self)
         yield from super().conflicts()
-        yield from self._conflicts_of_sections()
-        yield from self._conflicts_of_training()
-        yield from self._conflicts_of_scorers()
-        yield from self._conflicts_of_sessions()
-        if self.trainer.compares_group:
-            yield from self.conflicts_of_groups(f"trainer.advantage_mean={self.trainer.advantage_mean}")
-
-    def _conflicts_of_rows(self) -> Iterator[str]:
-        if self.steps and not self.data.parts and self.gateway.share < 1:
-            yield ONE_OR_SEVERAL
-        if not self.steps and not self.evaluates:
-            yield "steps is 0 and there is nothing to evaluate: set steps, or evaluator.benchmarks, or data.eval_size"
-        for part in self.data.parts:
-            if self.rollout_manager.workflow == "verifiers" and not str(part.source).startswith("verifiers:"):
-                yield (
-                    f"rollout_manager.workflow=verifiers needs the rows of a task set of verifiers, but the source is "
-                    f"{part.source!r}: set data.source=verifiers:NAME"
-                )
-        if self.reward.functions or self.rollout_manager.gives_rewards:
-            return
-        for part in self.data.parts:
-            if self.needs_reward and not part.reward:
-                yield (
-                    f"the rows of data.source {part.source!r} have no reward: set reward.functions, or the reward of "
-                    f"the source"
-                )
-        for name, benchmark in self.evaluator.benchmarks.items():
-            if not benchmark.reward:
-                yield f"the benchmark {name} has no reward: set evaluator.benchmarks.{name}.reward, or it in its file"
-
-    def _conflicts_of_sections(self) -> Iterator[str]:
-        if not re.fullmatch(NAME, self.name):
-            yield (
-                f"name is {self.name[:120]!r}, which no run folder can have: use up to 100 letters, digits, `_`, "
-                f"`-` and dots, not only dots and no `-` first"
-            )
-        if self.weights.direct and self.trainer.lora:
-            yield (
-                "weights.transport=direct sends whole models, but trainer.lora publishes adapters: "
-                "set weights.transport to folder or stream"
-            )
-        if self.colocate and not self.generator.interrupt:
-            yield "colocate=true interrupts running sequences, but generator.interrupt is false: leave one of them out"
-        if self.colocate and self.weights.direct:
-            yield (
-                "colocate=true puts engines to sleep, but weights.transport=direct sends weights "
-                "straight into them: set weights.transport to folder or stream"
-            )
-        if self.colocate and self.trainer.offload != "none":
-            yield (
-                f"colocate=true moves what the trainer has on its devices itself, but trainer.offload is "
-                f"{self.trainer.offload}: leave out trainer.offload"
-            )
-
-    def _conflicts_of_scorers(self) -> Iterator[str]:
-        keys = {"trainer.teacher": self.trainer.teacher, "trainer.reference": self.trainer.reference_scorer}
-        for key, name in keys.items():
-            if name is not None and name not in self.logprob_scorers:
-                names = ", ".join(self.logprob_scorers) or "none"
-                yield f"{key} names the scorer {name!r}, but scorers has {names} that gives log-probs: add it"
-            if name is not None and self.sampling.temperature != 1:
-                yield (
-                    f"sampling.temperature is {self.sampling.temperature:g}, but the scorer of {key} gives log-probs "
-                    f"at temperature 1: set sampling.temperature=1"
-                )
-        if self.trainer.teacher_coef and self.filter_zero_signal:
-            yield (
-                "filter_zero_signal discards groups whose rewards are the same, but trainer.teacher teaches with them, "
-                "too: set filter_zero_signal=false"
-            )
-        for name, scorer in self.scorers.items():
-            if not re.fullmatch(NAME, name) or (name in self.rewards and scorer.kind != "reward_model"):
-                yield f"a scorer cannot have the name {name!r}, that of a reward or of no file: rename it in scorers"
-            if name not in self.used_scorers:
-                uses = {"logprobs": "trainer.teacher=", "judge": f"reward.options.judge.url={SCORER}"}
-                use = f"{uses.get(scorer.kind, 'reward.functions=')}{name}"
-                yield f"the scorer {name!r} is not used: set {use}, or leave it out of scorers"
-        for reward, name in self.reward_scorers.items():
-            if name not in self.scorers or (name != reward and self.scorers[name].kind != "judge"):
-                yield f"reward {reward} has the url {SCORER}{name}, but scorers has no {name} of kind judge: add it"
-
-    def _conflicts_of_training(self) -> Iterator[str]:
-        if self.steps:
-            yield from self.trainer.schedule_conflicts(max(self.steps * self.trainer.minibatches, self.optimizer_steps))
-        if self.trainer.minibatches > self.batch_size:
-            yield (
-                f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
-                f"lower trainer.minibatches"
-            )
-        if not self.sampling.temperature:
-            yield "sampling.temperature is 0, but identical samples teach nothing: raise sampling.temperature"
-        yield from self._conflicts_of_kept_words()
-        longest = self.generator.max_model_len
-        if self.steps and longest and longest <= self.sampling.max_new_tokens:
-            yield (
-                f"sampling.max_new_tokens is {self.sampling.max_new_tokens}, but generator.max_model_len has room for "
-                f"{longest} tokens of prompt and completion: lower it"
-            )
-        if self.reward.overlong_tokens > self.sampling.max_new_tokens:
-            yield (
-                f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
-                f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
-            )
-        if self.filter_zero_signal and self.group_size == 1:
-            yield ("filter_zero_signal discards every group if group_size is 1: raise group_size, or set it to false")
+        yield from conflicts_between(self)
 
     @property
     def keeps_words(self) -> bool:
         """Whether tokens are stored with the words that they were drawn from: the loss compares policies over them."""
         compares = self.sampling.left_out and self.trainer.uses_behaviour
         return bool(self.steps and (compares or self.trainer.centres_scores))
-
-    def _conflicts_of_kept_words(self) -> Iterator[str]:
-        others = {
-            "trainer.teacher": (self.trainer.teacher, "gives log-probs among all words"),
-            "trainer.reference": (self.trainer.reference_scorer, "gives log-probs among all words"),
-            "trainer.sequence_parallel": (self.trainer.sequence_parallel > 1, "computes log-probs among all words"),
-            "trainer.tensor_parallel": (self.trainer.tensor_parallel > 1, "was never tried with words left out"),
-            "generator.engine_options.speculative_config": (
-                self.generator.engine_options.get("speculative_config"),
-                "was never tried with words left out",
-            ),
-        }
-        for key, (value, why) in others.items():
-            if value and self.keeps_words:
-                left = f"sampling.{(*self.sampling.left_out, '')[0]}"
-                left = "trainer.objective=score_centring" if self.trainer.centres_scores else left
-                yield f"{key} {why}, but with {left} losses are over the words that were kept: leave out one of the two"
-
-    def conflicts_of_groups(self, estimator: str) -> Iterator[str]:
-        """What advantages that compare the samples of a group conflict with. estimator: the setting that chose them."""
-        if self.steps and self.group_size == 1 and self.reward.credit == "sample":
-            yield (
-                f"{estimator} compares the samples of a group, but group_size is 1, so nothing is learned: raise "
-                f"group_size"
-            )
-        if self.gateway.share and not self.trainer.critic:
-            yield (
-                f"{estimator} compares the samples of a group, and a session is a group of one: set gateway.share=0, "
-                f"trainer.advantage_mean=batch or trainer.critic"
-            )
-
-    def _conflicts_of_sessions(self) -> Iterator[str]:
-        if self.gateway.serve == "evaluated" and not (self.data.eval_size and self.evaluator.every):
-            yield "gateway.serve=evaluated serves what is evaluated: set evaluator.every and data.eval_size"
-        if self.gateway.serve == "evaluated" and self.gateway.share == 1:
-            yield "gateway.serve=evaluated needs rows to train when no version is good enough: lower gateway.share"
-        if self.gateway.serve == "evaluated" and self.generator.count < 2:
-            yield "gateway.serve=evaluated keeps a generator for users, and training needs others: set generator.count"
-        if not self.gateway.share:
-            return
-        if self.gateway.max_session_tokens < self.sampling.max_new_tokens:
-            yield (
-                f"gateway.max_session_tokens is {self.gateway.max_session_tokens}, but one answer may have "
-                f"sampling.max_new_tokens, {self.sampling.max_new_tokens}: raise it"
-            )
-        if not self.max_sessions:
-            yield (
-                f"gateway.share is {self.gateway.share:g}, but beside a batch of rows no session has room: raise "
-                f"gateway.share or max_staleness, or set gateway.share=1 to train sessions alone"
-            )
-        if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
-            yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"
-        if self.gateway.score and not self.reward.functions:
-            yield "gateway.score is true, but there are no reward.functions: set them, or gateway.score=false"
 
     @property
     def max_sessions(self) -> int:
@@ -292,7 +135,7 @@ class Config(ScoringConfig, metaclass=_Checked):
     def rewards(self) -> dict[str, float]:
         """All rewards that the configuration names, by name; rows may name others."""
         rewards = dict(self.reward.functions)
-        for part in self._sources:
+        for part in [*self.data.parts, *self.evaluator.benchmarks.values()]:
             rewards = (part.reward or {}) | rewards
         return rewards
 
@@ -304,38 +147,11 @@ class Config(ScoringConfig, metaclass=_Checked):
         return learns and not users and not self.rollout_manager.gives_rewards
 
     @property
-    def logprob_scorers(self) -> list[str]:
-        """The names of the scorers that give log-probs; the others are rewards."""
-        return [name for name, scorer in self.scorers.items() if scorer.kind == "logprobs"]
-
-    @property
-    def reward_scorers(self) -> dict[str, str]:
-        """The scorers that give rewards, by the reward's name: reward models have that themselves."""
-        urls = {name: url.removeprefix(SCORER) for name, url in self.judges.items() if url != POLICY}
-        return urls | {name: name for name in self.scorers if self.scorers[name].kind == "reward_model"}
-
-    def top_k_of(self, scorer: str) -> int:
-        """How many of its likeliest tokens a scorer that gives log-probs adds at each place."""
-        teaches = scorer == self.trainer.teacher or self.trainer.teacher_key
-        return self.trainer.teacher_top_k if teaches else 0
-
-    @property
-    def used_scorers(self) -> list[str]:
-        """The names of the scorers of the run. All that give log-probs, if rows or a workflow may ask."""
-        anyone = self.trainer.teacher_key or self.rollout_manager.is_own
-        teachers = self.logprob_scorers if anyone else [self.trainer.teacher]
-        return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self._asked}]
-
-    @property
-    def needed_scorers(self) -> list[str]:
-        """The `used_scorers` that the run cannot lack; an evaluation needs rewards and what the workflow asks."""
-        anyone = self.steps or self.rollout_manager.is_own
-        return [name for name in self.used_scorers if anyone or name in self._asked]
-
-    @property
-    def _asked(self) -> set[str]:
-        """The scorers that give the rewards of the run."""
-        return {scorer for name, scorer in self.reward_scorers.items() if name in self.rewards or name != scorer}
+    def scorer_uses(self) -> ScorerUses:
+        is_own = self.rollout_manager.is_own
+        any_teacher = bool(self.trainer.teacher_key or is_own)
+        rewards = frozenset(self.rewards)
+        return ScorerUses(self.scorers, self.trainer, self.judges, rewards, any_teacher, bool(self.steps or is_own))
 
     def for_device(self, *, cuda: bool) -> "Config":
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
@@ -348,11 +164,6 @@ class Config(ScoringConfig, metaclass=_Checked):
         return self.model_copy(update=parts)
 
     @property
-    def started_scorers(self) -> list[str]:
-        """The names of the scorers that a run on one machine starts, one entry for each process."""
-        return [name for name in self.needed_scorers for _ in range(self.scorers[name].count)]
-
-    @property
     def own_rewards(self) -> list[str]:
         """As of a ScoringConfig, without those that are scorers."""
         return [name for name in super().own_rewards if name not in self.scorers]
@@ -363,10 +174,6 @@ class Config(ScoringConfig, metaclass=_Checked):
         served = super().served_rewards
         code = {"refuse_weak": True} | served.options["code"]
         return served.model_copy(update={"options": served.options | {"code": code}})
-
-    @property
-    def _sources(self) -> list[SourceConfig]:
-        return [*self.data.parts, *self.evaluator.benchmarks.values()]
 
     @property
     def evaluates(self) -> bool:

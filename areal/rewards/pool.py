@@ -26,7 +26,8 @@ import structlog
 from areal.base.errors import UserError, explain
 from areal.config.scoring import RewardConfig
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
-from areal.rewards.functions import Traits, check_groups
+from areal.rewards.functions import Traits
+from areal.rewards.lookup import check_groups
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed, WorkerProcess
 from areal.samples.table import Tokens
@@ -104,7 +105,7 @@ class _Job:
 
 
 class RewardPool:
-    """`config.workers` processes. Each holds all rewards in `names`, resolved by `areal.rewards.functions.resolve`."""
+    """`config.workers` processes. Each holds all rewards in `names`, resolved by `areal.rewards.lookup.resolve`."""
 
     def __init__(self, names: Sequence[str], config: RewardConfig) -> None:
         self._config = config

@@ -30,7 +30,8 @@ import msgpack
 from areal.base.errors import UserError
 from areal.base.processes import die_with_parent
 from areal.base.text import LIBRARIES, error_text, place_in
-from areal.rewards.functions import RewardFunction, resolve
+from areal.rewards.functions import RewardFunction
+from areal.rewards.lookup import resolve
 from areal.rewards.result import Result, RewardError
 
 LENGTH = struct.Struct(">I")

@@ -16,17 +16,16 @@ The ledger does no I/O and reads no clock: callers pass in the time. It has a st
 checks its arguments and emits events. So replaying the journal rebuilds the state.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from areal.staleness.leases import Leases
+from areal.staleness.ledger_sessions import LedgerSessions
 from areal.staleness.ledger_state import (
     EXPIRED,
-    LEASE_EXPIRED,
-    RELEASED,
     START_VERSION_FELL,
     STRAGGLER,
-    UNANSWERED,
     UNFINISHED,
     ZERO_SIGNAL,
     Admitted,
@@ -40,10 +39,7 @@ from areal.staleness.ledger_state import (
     LedgerGroup,
     LedgerSettings,
     LedgerState,
-    Opened,
-    OwnerChanged,
     Ready,
-    Renewed,
     Requeued,
     Started,
     StepRecord,
@@ -200,83 +196,16 @@ class Schedule:
         return not self.fits(rows)
 
 
-class Leases:
-    """Which actor holds which group, and until when. Callers pass in the time and the length of a lease, in seconds."""
-
-    def __init__(self, state: LedgerState) -> None:
-        self._state = state
-
-    def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
-        """Extend the leases of `owner`. Returns the groups that it no longer owns; the owner has to abort them."""
-        owned: list[LedgerGroup] = []
-        lost: list[str] = []
-        for group_id in group_ids:
-            group = self._state.groups.get(group_id)
-            if group is not None and group.owner == owner:
-                owned.append(group)
-            else:
-                lost.append(group_id)
-        self._extend(owned, now + lease_seconds)
-        return lost
-
-    def renew_all(self, now: float, lease_seconds: float) -> None:
-        """Extend all leases. The master does this after its restart, so that its downtime lets no lease expire."""
-        self._extend(self._state.groups, now + lease_seconds)
-
-    def expire(self, now: float) -> list[str]:
-        """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group.
-        Sessions stay open without an owner, here and in `release`."""
-        leased = self._state.groups.leased()
-        silent = [group for group in leased if group.lease_expires is not None and group.lease_expires <= now]
-        return self.give_back(silent, LEASE_EXPIRED)
-
-    def release(self, owner: str) -> list[str]:
-        """Re-queue the prompts of all groups leased by `owner`, which has left or is known to be dead."""
-        return self.give_back(self._state.groups.leased(owner), RELEASED)
-
-    def withdraw(self, owner: str, group_ids: Collection[str]) -> list[str]:
-        """Re-queue the prompts of groups that were admitted for `owner`, which was not given the permits."""
-        unknown = [group for group in self._state.groups.leased(owner) if group.group_id in group_ids]
-        return self.give_back(unknown, UNANSWERED)
-
-    def left_sessions(self) -> list[str]:
-        """The ids of the open sessions that have no owner."""
-        return [group.group_id for group in self._state.groups.head(GroupState.OPEN) if not group.owner]
-
-    def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
-        """Give those of these sessions to `owner` that their owner has left. Returns them."""
-        ownerless = self.left_sessions()
-        orphans = tuple(group_id for group_id in group_ids if group_id in ownerless)
-        if orphans:
-            self._state.emit(OwnerChanged(orphans, owner, now + lease_seconds))
-        return [self._state.groups[group_id] for group_id in orphans]
-
-    def give_back(self, groups: list[LedgerGroup], reason: str) -> list[str]:
-        """Re-queue the prompts of these groups. A session is left by its owner if that is lost, else discarded."""
-        orphans = [group.group_id for group in groups if group.session and reason in (LEASE_EXPIRED, RELEASED)]
-        if orphans:
-            self._state.emit(OwnerChanged(tuple(orphans), "", None))
-        for group in groups:
-            if group.session and group.group_id not in orphans:
-                self._state.emit(Discarded(group.group_id, reason))
-            elif not group.session:
-                self._state.emit(Requeued(group.group_id, reason, failed=False))
-        return [group.group_id for group in groups]
-
-    def _extend(self, groups: Iterable[LedgerGroup], lease_expires: float) -> None:
-        leased = tuple(group.group_id for group in groups if group.lease_expires is not None)
-        if leased:
-            self._state.emit(Renewed(leased, lease_expires))
-
-
 class Ledger:
-    """See the module. `state` says what there is, `leases` who has it, and `schedule` what is trained next.
-    `row_of_prompt` gives the training index of the row for a new prompt, by default that of the prompt itself."""
+    """See the module. `state`: the groups, prompts and steps. `leases`: who holds which group. `schedule`: which groups
+    are trained next. `sessions`: the groups that are sessions of users. `row_of_prompt`: gives the training index of
+    the row for a new prompt, by default the prompt's own index."""
 
     def __init__(self, state: LedgerState) -> None:
         self.state = state
         self.schedule = Schedule(state)
         self.leases = Leases(state)
+        self.sessions = LedgerSessions(state, self.schedule.fits_start)
         self.row_of_prompt: Callable[[int], int] = lambda prompt: prompt
 
     @property
@@ -304,20 +233,6 @@ class Ledger:
     def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.state.room.for_rows))]
-
-    def open_session(
-        self, session: str, owner: str, now: float, lease_seconds: float, served: int | None = None
-    ) -> LedgerGroup | None:
-        """Open a session with this name, if `session_capacity` allows it. served: the version that users get, if it is
-        not the newest. It is the start version, if all alive groups can still be trained before their deadlines."""
-        start = self.version if served is None else min(served, self.version)
-        if not self.state.room.for_sessions or (start < self.version and not self.schedule.fits_start(start)):
-            return None
-        group_id = f"s{self.state.prompts.next_session}.0"
-        self.state.emit(Opened(group_id, session, owner, self.version, now + lease_seconds))
-        if start < self.version:
-            self.state.emit(Started(group_id, start))
-        return self.state.groups[group_id]
 
     def started(self, group_id: str, owner: str, version: int) -> ReportAnswer:
         """Report `version`, the lowest version that has sampled the first token of any of the group's samples.

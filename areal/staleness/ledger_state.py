@@ -24,9 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Self, cast, get_args
-
-from areal.base.fields import with_defaults
+from typing import Any, Literal, cast, get_args
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups per batch, eta 8).
 STORY_EVENTS = 10_000
@@ -198,19 +196,19 @@ _EVENTS: dict[str, type] = {kind: event for event, kind in _KINDS.items()}
 
 def event_record(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the event as a kind (its class name in snake case) and a body fit for JSON."""
-    return _KINDS[type(event)], _fields(event)
+    return _KINDS[type(event)], fields_of(event)
 
 
 def event_of(kind: str, body: dict[str, Any]) -> Event | None:
     """Return the event of a record, which may have been through JSON; None if it is no event of the ledger."""
-    return cast(Event, _EVENTS[kind](**_with_tuples(body))) if kind in _EVENTS else None
+    return cast(Event, _EVENTS[kind](**with_tuples(body))) if kind in _EVENTS else None
 
 
-def _fields(row: Any) -> dict[str, Any]:
+def fields_of(row: Any) -> dict[str, Any]:
     return {name: getattr(row, name) for name in row.__slots__}
 
 
-def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
+def with_tuples(body: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
 
 
@@ -541,43 +539,6 @@ class LedgerState:
         self.steps = Steps()
         self.room = Room(self)
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
-
-    @classmethod
-    def load(cls, dump: dict[str, Any]) -> Self:
-        """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty.
-        Fields that it lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does
-        not know."""
-        state = cls(LedgerSettings(**dump["settings"]))
-        dump = with_defaults(dump, state.dump())
-        state.version = dump["version"]
-        state.prompts.next_prompt, state.prompts.next_session = dump["next_prompt"], dump["next_session"]
-        state.counters = Counters(
-            **dump["counters"] | {name: Counter(dump["counters"].get(name)) for name in ("discarded", "requeued")}
-        )
-        for row in dump["groups"]:
-            state.groups.add(LedgerGroup(**row | {"state": GroupState(row["state"])}))
-        state.prompts.requeued.extend(QueuedPrompt(**prompt) for prompt in dump["requeued"])
-        state.steps.batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
-        for step in dump["steps"]:
-            batch = Batch(**_with_tuples(step["batch"]))
-            state.steps.keep(StepRecord(batch, tuple(step["staleness"]), tuple(step["prompts"])))
-        return state
-
-    def dump(self) -> dict[str, Any]:
-        """Return all state except the story, fit for JSON. `load` restores it without the events so far."""
-        batch = self.steps.batch
-        return {
-            "settings": _fields(self.settings),
-            "version": self.version,
-            "next_prompt": self.prompts.next_prompt,
-            "next_session": self.prompts.next_session,
-            "counters": _fields(self.counters)
-            | {"discarded": dict(self.counters.discarded), "requeued": dict(self.counters.requeued)},
-            "groups": [_fields(group) for group in self.groups],
-            "requeued": [_fields(prompt) for prompt in self.prompts.requeued],
-            "batch": None if batch is None else _fields(batch),
-            "steps": [_fields(step) | {"batch": _fields(step.batch)} for step in self.steps],
-        }
 
     @property
     def batches_logged(self) -> int:

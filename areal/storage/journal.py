@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +43,41 @@ class JournalError(Exception):
     """The journal could not be written to disk. It cannot be written any more after that."""
 
 
+@dataclass(slots=True)
+class JournalTransaction:
+    """The changes that are written at once: first a snapshot, if there is one, which replaces all earlier events, then
+    `events` as (kind, body), and `states` by version. kept_states: the number of the newest states that stay."""
+
+    snapshot: str | None = None
+    events: list[tuple[str, str]] = field(default_factory=list)
+    states: dict[int, str] = field(default_factory=dict)
+    kept_states: int = 0
+
+    def after(self, earlier: Self) -> Self:
+        """Return a transaction with the changes of `earlier`, which the disk refused, and then these."""
+        snapshot, events = self.snapshot, self.events
+        if snapshot is None:  # a newer snapshot stands for all of the earlier one
+            snapshot, events = earlier.snapshot, earlier.events + events
+        states, kept = earlier.states | self.states, self.kept_states or earlier.kept_states
+        return replace(self, snapshot=snapshot, events=events, states=states, kept_states=kept)
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        with connection:
+            if self.snapshot is not None:
+                connection.execute("DELETE FROM events")
+                crc = event_checksum("snapshot", self.snapshot)
+                connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (self.snapshot, crc))
+            rows = ((kind, body, event_checksum(kind, body)) for kind, body in self.events)
+            connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
+            if self.states:
+                checked = ((version, body, event_checksum("state", body)) for version, body in self.states.items())
+                connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", checked)
+                # Later states are from before the run went back to a checkpoint.
+                connection.execute("DELETE FROM states WHERE version > ?", (max(self.states),))
+                newest = "SELECT version FROM states ORDER BY version DESC LIMIT ?"
+                connection.execute(f"DELETE FROM states WHERE version NOT IN ({newest})", (self.kept_states,))
+
+
 class Journal:
     """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
 
@@ -60,14 +96,11 @@ class Journal:
         self.file = Path(file)
         self._lock = lock
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
-        self._snapshot: str | None = None  # to be written, and then the events
-        self._events: list[tuple[str, str]] = []
-        self._states: dict[int, str] = {}
+        self._pending = JournalTransaction()
         self._appended = self._durable = 0
         self._commit: asyncio.Future[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
-        self._newest = 0
         self._disk_retry = DiskRetry(self.file.parent, "the master")
         (self.size,) = connection.execute("SELECT count(*) FROM events").fetchone()
 
@@ -110,22 +143,22 @@ class Journal:
 
     def append(self, kind: str, body: dict[str, Any]) -> None:
         """Append an event. Later changes of `body` have no effect. The event is on disk after the next `durable`."""
-        self._events.append((kind, json.dumps(body)))
+        self._pending.events.append((kind, json.dumps(body)))
         self._appended += 1
         self.size += 1
 
     def compact(self, snapshot: dict[str, Any]) -> None:
         """Replace everything so far by a snapshot of the resulting state. It is on disk after the next `durable`."""
-        self._snapshot = json.dumps(snapshot)
-        self._events.clear()
+        self._pending.snapshot = json.dumps(snapshot)
+        self._pending.events.clear()
         self._appended += 1
         self.size = 0
 
     def keep(self, version: int, state: dict[str, Any], newest: int) -> None:
         """Keep the state at a version, which is that of now. It is on disk after the next `durable`, together with the
         events so far. newest: how many of the newest states are kept."""
-        self._states[version] = json.dumps(state)
-        self._newest = newest
+        self._pending.states[version] = json.dumps(state)
+        self._pending.kept_states = newest
         self._appended += 1
 
     def kept_versions(self) -> list[int]:
@@ -178,49 +211,23 @@ class Journal:
             os.close(self._lock)
 
     def _start_commit(self) -> asyncio.Future[None]:
-        snapshot, events, states = self._snapshot, self._events, self._states
-        self._snapshot, self._events, self._states = None, [], {}
+        transaction, self._pending = self._pending, JournalTransaction()
         loop = asyncio.get_running_loop()
-        self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events, states)
+        self._commit = commit = loop.run_in_executor(self._executor, transaction.write, self._connection)
         silence = DiskShortageError("not answering")
         timer = loop.call_later(SILENT_SECONDS, self._disk_retry.must_wait, silence, "the journal")
         commit.add_done_callback(lambda _: timer.cancel())
-        commit.add_done_callback(partial(self._committed, self._appended, snapshot, events, states))
+        commit.add_done_callback(partial(self._committed, self._appended, transaction))
         return commit
 
-    def _write(self, snapshot: str | None, events: list[tuple[str, str]], states: dict[int, str]) -> None:
-        with self._connection:
-            if snapshot is not None:
-                self._connection.execute("DELETE FROM events")
-                crc = event_checksum("snapshot", snapshot)
-                self._connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (snapshot, crc))
-            rows = ((kind, body, event_checksum(kind, body)) for kind, body in events)
-            self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
-            if states:
-                checked = ((version, body, event_checksum("state", body)) for version, body in states.items())
-                self._connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", checked)
-                # Later ones are from before the run went back to a checkpoint.
-                self._connection.execute("DELETE FROM states WHERE version > ?", (max(states),))
-                newest = "SELECT version FROM states ORDER BY version DESC LIMIT ?"
-                self._connection.execute(f"DELETE FROM states WHERE version NOT IN ({newest})", (self._newest,))
-
-    def _committed(
-        self,
-        up_to: int,
-        snapshot: str | None,
-        events: list[tuple[str, str]],
-        states: dict[int, str],
-        commit: asyncio.Future[None],
-    ) -> None:
+    def _committed(self, up_to: int, transaction: JournalTransaction, commit: asyncio.Future[None]) -> None:
         self._commit = None
         error = commit.exception()
         if error is None:
             self._durable = up_to
             self._disk_retry.goes_on()
         elif self._disk_retry.must_wait(error, "the journal"):
-            if self._snapshot is None:  # a newer one stands for all of it
-                self._snapshot, self._events = snapshot, events + self._events
-            self._states = states | self._states
+            self._pending = self._pending.after(transaction)
             self._commit = pause = asyncio.get_running_loop().create_future()
 
             def try_again() -> None:

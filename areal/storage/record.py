@@ -54,9 +54,9 @@ NO_ROLLOUTS = rollout_files.SCHEMA.empty_table()
 
 
 class Record:
-    """The record of the run in `folder`. What a run did not write, because it ended early, is empty.
+    """The record of the run in `folder`. A part that the run did not write, because it ended early, is empty.
 
-    without: keys of the steps that are not kept in memory. Raises UserError if the folder is not that of a run.
+    without: keys of the steps' metrics to leave out of memory. Raises UserError if the folder is not that of a run.
     """
 
     def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
@@ -66,68 +66,24 @@ class Record:
         self.name = folder.resolve().name
         self.new_events = NewRecords(folder / EVENTS).read
         """The events since the last call, in the order in which they were written."""
-        self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
-        self._without = frozenset(without)
+        self.configuration, self.metrics = KeptConfiguration(folder), KeptMetrics(folder, without)
         self.rollouts, self.checkpoints = KeptRollouts(folder / ROLLOUTS), KeptCheckpoints(folder)
-        self._read: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-
-    # --- how it was configured
 
     @property
-    def config_text(self) -> str:
-        file = self.folder / CONFIG
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
+    def ending(self) -> dict[str, Any] | None:
+        """The summary; None if the run goes on, or if the file is damaged."""
+        return read_summary(self.folder)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The values of its configuration, unchecked; empty if there is none. The quickstart's model, which is another
-        one for each seed, has its name in place of its folder."""
-        named = {"model": "quickstart"} if QUICKSTART_FOLDER.fullmatch(Path(self.model).name) else {}
-        return _settings_in(self.folder) | named
-
-    @property
-    def model(self) -> str:
-        """The folder or the name of its model; empty if there is no configuration."""
-        return str(_settings_in(self.folder).get("model", ""))
-
-    @property
-    def config(self) -> Config:
-        """Its configuration. Raises UserError if there is none."""
-        return self.config_with()
-
-    def config_with(self, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
-        """Its configuration with changes, as `key=value` or by key. Raises UserError."""
-        return config_of_run(self.folder, overrides) if settings is None else config_with(self.folder, settings)
-
-    def changed_after(self, step: int) -> dict[str, Any]:
-        """The settings by which it has trained `step`, as far as they were changed since, by key."""
-        return changed_back(self.folder, step)
-
-    @property
-    def changes(self) -> list[dict[str, Any]]:
-        """What was changed when it was resumed: step, key, before, now."""
-        return list(read_records(self.folder / CHANGES))
-
-    @property
-    def origins(self) -> list[Origin]:
-        """The runs that a fork goes on from, the first one first."""
-        return origins_of(self.folder)
-
-    @property
-    def first_version(self) -> int:
-        """The version that it has begun with: that of a fork's checkpoint, else 0, its model."""
-        return first_version(self.folder)
-
-    # --- what it has trained
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """The metrics of each step."""
-        return self._all[0]
+    def summary(self) -> dict[str, Any]:
+        """The summary; empty if the run goes on. Raises UserError if the file is damaged, or a link."""
+        file = within(self.folder / SUMMARY, self.folder)
+        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+        return read_object(text, f"{file}", "remove it to get a report without it.")
 
     def sample_pairs(self) -> list[dict[str, Any]]:
-        """Samples of the same held-out prompt side by side: prompt, answer, before, after (None if there is none).
-        Those whose score has changed most come first."""
+        """Samples of the same held-out prompt side by side: prompt, answer, before, after (None if there is none). The
+        prompts whose scores have changed most come first."""
         pairs: dict[str, dict[str, Any]] = {}
         for when in ("before", "after"):
             for sample in self.summary.get(f"samples_{when}") or ():
@@ -138,20 +94,117 @@ class Record:
         return [pair for _, pair in ordered]
 
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The results of each evaluated version."""
-        return self._all[1]
+    def events(self) -> list[dict[str, Any]]:
+        """The events, in the order of their time."""
+        records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
+        return sorted(records, key=lambda event: event["time"])
 
     @property
-    def _all(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return self._read or self.update()
+    def last_written(self) -> float | None:
+        """The time at which the newest event was written, in seconds since 1970; None without events."""
+        file = self.folder / EVENTS
+        return file.stat().st_mtime if file.is_file() else None
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions whose weights are kept: the version that the run began with, and the checkpoints."""
+        return sorted({self.configuration.first_version, *map(version_of, self.checkpoints.folders)})
+
+    def journal(self) -> AbstractContextManager[Journal]:
+        """A copy of the journal. Raises UserError if the journal is missing or damaged."""
+        if not (file := self.folder / JOURNAL).is_file():
+            raise UserError(f"{file} is missing: put it back.")
+        return journal_copy(file)
+
+    def compare(self, run: str, version: int) -> None:
+        """Compare the parts of the record with the journal, of the run `run` at `version`. Raises UserError."""
+        compare_record(self.folder, run, version)
+
+
+class KeptConfiguration:
+    """The configuration of the run in `folder`, and its changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def text(self) -> str:
+        """The contents of the file; empty if there is none."""
+        file = self._folder / CONFIG
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of the configuration, unchecked; empty if there is none. The quickstart's model, which differs
+        from seed to seed, has its name in place of its folder."""
+        named = {"model": "quickstart"} if QUICKSTART_FOLDER.fullmatch(Path(self.model).name) else {}
+        return _settings_in(self._folder) | named
+
+    @property
+    def model(self) -> str:
+        """The folder or the name of the model; empty if there is no configuration."""
+        return str(_settings_in(self._folder).get("model", ""))
+
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of the model; None if the folder of the model is not here, or has none."""
+        return tokenizer_in(self.model)
+
+    def load(self, overrides: Sequence[str] = ()) -> Config:
+        """The configuration, with overrides such as `key=value`. Raises UserError, also if there is none."""
+        return config_of_run(self._folder, overrides)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Config:
+        """The configuration with other settings, by key. Raises UserError."""
+        return config_with(self._folder, settings)
+
+    def changed_after(self, step: int) -> dict[str, Any]:
+        """The settings by which the run trained `step`, as far as they were changed since, by key."""
+        return changed_back(self._folder, step)
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """The changes at each resumption: step, key, before, now."""
+        return list(read_records(self._folder / CHANGES))
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The runs that a fork goes on from, the first one first."""
+        return origins_of(self._folder)
+
+    @property
+    def first_version(self) -> int:
+        """The version that the run began with: the checkpoint that a fork goes on from, or else 0, the model."""
+        return first_version(self._folder)
+
+
+class KeptMetrics:
+    """The metrics of the steps and the evaluations of the run in `folder`. Both are read once, and again by `update`.
+
+    without: keys that are not kept in memory.
+    """
+
+    def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
+        self._folder = folder
+        self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
+        self._without = frozenset(without)
+        self._read: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        return (self._read or self.update())[0]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The results of each evaluated version."""
+        return (self._read or self.update())[1]
 
     def update(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Take in the steps and evaluations since the last call, and return all of them."""
+        """Read the steps and evaluations since the last call, and return all of them."""
         new = _in_short(self._new_steps.read(), self._without)
-        if self._read is None:  # what a crash has left in both files is there once
+        if self._read is None:  # a crash may have left a step in both files
             first = new[0]["step"] if new else math.inf
-            older = _in_short(read_records(self.folder / OLDER[METRICS]), self._without)
+            older = _in_short(read_records(self._folder / OLDER[METRICS]), self._without)
             new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
         steps += new
@@ -164,7 +217,7 @@ class Record:
 
     @property
     def trained(self) -> int:
-        """The number of steps that it has trained."""
+        """The number of trained steps."""
         return max(self.steps, default=0)
 
     @property
@@ -179,7 +232,7 @@ class Record:
 
     @property
     def times(self) -> list[float]:
-        """When each step was committed: in seconds since 1970 or, if that is not recorded, in seconds of training."""
+        """The time of each step's commit: in seconds since 1970 or, if that is not recorded, in seconds of training."""
         times: list[float] = []
         for record in self.records:
             previous = times[-1] if times else 0.0
@@ -191,55 +244,10 @@ class Record:
         return [number_or_nan(record.get(key)) for record in self.records]
 
     @property
-    def ending(self) -> dict[str, Any] | None:
-        """How it has ended; None of one that goes on, or if the file is damaged."""
-        return read_summary(self.folder)
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """How it has ended; empty of one that goes on. Raises UserError if the file is damaged, or a link."""
-        file = within(self.folder / SUMMARY, self.folder)
-        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
-        return read_object(text, f"{file}", "remove it to get a report without it.")
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events, in the order of their time."""
-        records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
-        return sorted(records, key=lambda event: event["time"])
-
-    @property
-    def last_written(self) -> float | None:
-        """When its newest event was written, in seconds since 1970; None without any."""
-        file = self.folder / EVENTS
-        return file.stat().st_mtime if file.is_file() else None
-
-    # --- what it has kept
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions whose weights it keeps: the one that it has begun with, and its checkpoints."""
-        return sorted({self.first_version, *map(version_of, self.checkpoints.folders)})
-
-    @property
-    def number_files(self) -> list[Path]:
-        """The files of its steps and evaluations that are there, none of them through a link out of its folder."""
-        files = [self.folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
-        return [file for file in files if file.is_file() and not leaves(file, self.folder)]
-
-    def journal(self) -> AbstractContextManager[Journal]:
-        """A copy of its journal. Raises UserError if it is missing or damaged."""
-        if not (file := self.folder / JOURNAL).is_file():
-            raise UserError(f"{file} is missing: put it back.")
-        return journal_copy(file)
-
-    def compare(self, run: str, version: int) -> None:
-        """Compare its parts with its journal, of the run `run` at `version`. Raises UserError."""
-        compare_record(self.folder, run, version)
-
-    def tokenizer(self) -> Any | None:
-        """The tokenizer of its model; None if the folder of the model is not here, or has none."""
-        return tokenizer_in(str(self.model))
+    def files(self) -> list[Path]:
+        """The files of metrics and evaluations that are there, none of them a link out of the folder."""
+        files = [self._folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
+        return [file for file in files if file.is_file() and not leaves(file, self._folder)]
 
 
 class KeptCheckpoints:

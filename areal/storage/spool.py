@@ -82,22 +82,123 @@ class SpoolDamage(SpoolError, UserError):
     """A group is not in the spool as it was stored."""
 
 
+class SpoolFile:
+    """The SQLite file of a spool. Any thread may call its methods. A change is on disk when its method returns.
+
+    connection: usable from several threads; the tables are created if they are missing. lock: a descriptor that `close`
+    closes. `lock`: a caller that holds it keeps other threads out. All methods raise SpoolError if the disk fails.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, lock: int | None) -> None:
+        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
+        connection.execute("PRAGMA secure_delete = ON")
+        self.connection = connection
+        (_, _, file), *_ = connection.execute("PRAGMA database_list")
+        self.path = Path(file)
+        self.lock = threading.RLock()
+        self._file_lock = lock
+        self._waiting: dict[object, Changes] = {}  # changes that threads are about to make
+
+    def store(self, changes: Changes) -> None:
+        """Make the changes that all threads wait to make in one commit, which takes as long as the disk needs. If the
+        commit fails, `changes` are not made, and the changes of other threads go on waiting."""
+        mark = object()
+        self._waiting[mark] = changes
+        with self.lock:
+            together = self._waiting.copy()  # other threads may add changes meanwhile
+            if mark not in together:  # another thread has made them
+                return
+            try:
+                with self.transaction() as connection:
+                    for statement, values in chain(*together.values()):
+                        connection.execute(statement, values)
+            except BaseException:
+                del self._waiting[mark]
+                raise
+            for stored in together:
+                del self._waiting[stored]
+
+    def select(self, statement: str, *values: Any) -> list[Any]:
+        """Return the rows that a statement selects."""
+        with self.transaction() as connection:
+            return connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        with self.lock, explain(sqlite3.Error, "the spool cannot be used: {why}", SpoolError), self.connection:
+            try:
+                yield self.connection
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CORRUPT:
+                    raise self.damage(f"is damaged ({error}):") from error
+                raise
+
+    def damage(self, problem: str, effect: str = "") -> SpoolDamage:
+        """The error for a file that is not whole. problem, effect: the sentence before and after the ways to go on."""
+        return SpoolDamage(f"The spool {self.path} {problem} {ways_on(self.path.parent)}{effect}")
+
+    def close(self) -> None:
+        """Close the file, after the call that is running in another thread, if any."""
+        with self.lock:
+            self.connection.close()
+            if self._file_lock is not None:
+                os.close(self._file_lock)
+                self._file_lock = None
+
+
+class SpooledCalls:
+    """The calls so far (areal.storage.saved_calls) of the samples that are not finished, in the file of the spool."""
+
+    def __init__(self, file: SpoolFile) -> None:
+        self._file = file
+
+    def put(self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview, number: int = 0) -> None:
+        """Store the calls so far of the sample that is to have this place, in place of calls with a lower number, or
+        with the same number and fewer tokens, and unless the sample itself is stored. If it raises SpoolError, the
+        calls are not stored. Raises ValueError if the frame is not of calls."""
+        oldest = min(int(call.sampled.versions.min()) for call in unpacked(frame))
+        crc = _checksum("", place, prompt_index, f"{oldest}", "", frame)
+        row = (group_id, place, prompt_index, oldest, number, crc, frame, group_id, place)
+        self._file.store(((_PUT_CALLS, row),))
+
+    def oldest_versions(self, prompt_index: int) -> dict[tuple[str, int], int]:
+        """The oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
+        rows = self._file.select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
+        return {(group_id, place): oldest for group_id, place, oldest in rows}
+
+    def move(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
+        """Give this group, at its free places, the calls of unfinished samples of the prompt's earlier groups."""
+        with self._file.transaction() as connection:
+            connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
+
+    def calls(self, group_id: str, place: int) -> bytes:
+        """Return the frame that `put` stored of a sample; empty if there is none, or if it is damaged: the sample can
+        be sampled again."""
+        statement = "SELECT prompt_index, oldest, crc, frame FROM unfinished WHERE id = ? AND place = ?"
+        for prompt_index, oldest, crc, frame in self._file.select(statement, group_id, place):
+            if crc == _checksum("", place, prompt_index, f"{oldest}", "", frame):
+                return bytes(frame)
+        return b""
+
+    def hold(self, group_id: str, holder: str) -> None:
+        """Note the actor that alone may store more of a group."""
+        self._file.store((("INSERT OR REPLACE INTO holders VALUES (?, ?)", (group_id, holder)),))
+
+    def holder(self, group_id: str) -> str:
+        """The actor that alone may store more of a group; empty: any actor may."""
+        return next((name for (name,) in self._file.select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
+
+
 class Spool:
     """See the module. Every method may be called from any thread. Its changes are on disk when it returns.
 
-    connection: usable from several threads; the spool's tables are created unless it has them. lock: a descriptor that
-    `close` closes. All methods raise SpoolError if the disk fails.
+    connection, lock: as of SpoolFile. `unfinished`: the calls of samples that are not finished. All methods raise
+    SpoolError if the disk fails.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
-        connection.execute("PRAGMA secure_delete = ON")
-        self._connection = connection
-        (_, _, file), *_ = connection.execute("PRAGMA database_list")
-        self._file = Path(file)
-        self._file_lock = lock
-        self._lock = threading.RLock()
-        self._waiting: dict[object, Changes] = {}  # those that threads are about to make
+        self._file = SpoolFile(connection, lock)
+        self.unfinished = SpooledCalls(self._file)
         self._recent: dict[str, dict[int, tuple[int, Group]]] = {}  # checksums and parts of groups, until they complete
 
     @classmethod
@@ -106,7 +207,7 @@ class Spool:
         another trainer of the run, keeps using it, or if it is not a spool."""
         spool = open_store(path, "spool", cls, otherwise=ways_on(path.parent))
         try:
-            note_program(spool._connection)
+            note_program(spool._file.connection)
         except sqlite3.Error:  # a full disk: the file is opened again
             spool.close()
             raise
@@ -114,9 +215,9 @@ class Spool:
 
     def assign(self, run: str) -> None:
         """Make this the spool of a run. Raises UserError if it is that of another one."""
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             if read_meta(connection, "run") not in ("", run):
-                raise UserError(f"{self._file} is the spool of another run: move it away, or put back this run's.")
+                raise UserError(f"{self._file.path} is the spool of another run: move it away, or put back this run's.")
             write_meta(connection, "run", run)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
@@ -131,46 +232,16 @@ class Spool:
             row = (part.id, place, part.prompt_index, crc, note, part.row, frame, part.id, size)
             changes += ((_PUT, row), (_FINISHED, (part.id, place)))
             recent[place] = crc, part
-        self._store(changes)
-        with self._lock:
+        self._file.store(changes)
+        with self._file.lock:
             self._recent[part.id] = recent | self._recent.get(part.id, {})
         return self.complete(part.id, size)
-
-    def put_calls(
-        self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview, number: int = 0
-    ) -> None:
-        """Store the calls so far (areal.storage.saved_calls) of the sample that is to have this place, in place of
-        those with a lower number, or with the same one and fewer tokens, and unless the sample itself is stored. If it
-        raises SpoolError, they are not. Raises ValueError if the frame is not of calls."""
-        oldest = min(int(call.sampled.versions.min()) for call in unpacked(frame))
-        crc = _checksum("", place, prompt_index, f"{oldest}", "", frame)
-        row = (group_id, place, prompt_index, oldest, number, crc, frame, group_id, place)
-        self._store(((_PUT_CALLS, row),))
-
-    def _store(self, changes: Changes) -> None:
-        """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it. If it
-        fails, `changes` are not stored, and those of the others go on waiting."""
-        mark = object()
-        self._waiting[mark] = changes
-        with self._lock:
-            together = self._waiting.copy()  # other threads may add theirs meanwhile
-            if mark not in together:  # another thread has stored them
-                return
-            try:
-                with self._transaction() as connection:
-                    for statement, values in chain(*together.values()):
-                        connection.execute(statement, values)
-            except BaseException:
-                del self._waiting[mark]
-                raise
-            for stored in together:
-                del self._waiting[stored]
 
     def complete(self, group_id: str, size: int) -> StoredGroup:
         """What is stored of the group, which is complete if it has `size` parts. Parts that are stored as they came are
         not read."""
-        with self._lock:
-            stored = self._select("SELECT place, crc FROM parts WHERE id = ? ORDER BY place", group_id)
+        with self._file.lock:
+            stored = self._file.select("SELECT place, crc FROM parts WHERE id = ? ORDER BY place", group_id)
             places = tuple(place for place, _ in stored)
             if not stored:
                 self._recent.pop(group_id, None)  # forgotten while it was put
@@ -182,13 +253,13 @@ class Spool:
 
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
         """The stored samples of a prompt, by the id of their group and their place in it."""
-        rows = self._select(f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", prompt_index)
+        rows = self._file.select(f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", prompt_index)
         return {(group_id, row[0]): self._unpacked(group_id, *row).trajectories[0] for group_id, *row in rows}
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
         """Make samples of earlier groups, of the same prompt, those of this group at the same places, until it has
         `size` parts. A sample whose place is taken, or that is not there, is left out."""
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             for earlier, place in samples:
                 key = (earlier, place)
                 row = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? AND place = ?", key).fetchone()
@@ -200,55 +271,28 @@ class Spool:
                         (group_id, crc, group_id, size, *key),
                     )
 
-    def unfinished(self, prompt_index: int) -> dict[tuple[str, int], int]:
-        """The oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
-        rows = self._select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
-        return {(group_id, place): oldest for group_id, place, oldest in rows}
-
-    def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
-        """Give this group, at its free places, the calls of unfinished samples of the prompt's earlier groups."""
-        with self._transaction() as connection:
-            connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
-
-    def calls(self, group_id: str, place: int) -> bytes:
-        """What `put_calls` has stored of a sample; empty if that is nothing, or damaged: it can be sampled again."""
-        statement = "SELECT prompt_index, oldest, crc, frame FROM unfinished WHERE id = ? AND place = ?"
-        for prompt_index, oldest, crc, frame in self._select(statement, group_id, place):
-            if crc == _checksum("", place, prompt_index, f"{oldest}", "", frame):
-                return bytes(frame)
-        return b""
-
-    def hold(self, group_id: str, holder: str) -> None:
-        """Note who alone may store more of a group."""
-        self._store((("INSERT OR REPLACE INTO holders VALUES (?, ?)", (group_id, holder)),))
-
-    def holder(self, group_id: str) -> str:
-        """Who alone may store more of a group; empty: anybody."""
-        return next((name for (name,) in self._select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
-
     def get(self, ids: Sequence[str]) -> list[Group]:
         """The groups with these ids, in this order. Raises SpoolDamage if one is missing, or not as it was stored."""
         groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
         if missing := [group_id for group_id in ids if group_id not in groups]:
-            raise SpoolDamage(
-                f"The spool {self._file} is not whole: {ways_on(self._file.parent)} These groups, which are to be "
-                f"trained, are not in the spool: {', '.join(missing)}"
-            )
+            names = ", ".join(missing)
+            lost = f" These groups, which are to be trained, are not in the spool: {names}"
+            raise self._file.damage("is not whole:", lost)
         return [groups[group_id] for group_id in ids]
 
     def ids(self) -> list[str]:
         """The ids of all groups, in order of arrival, those last of which no sample is finished."""
-        with self._lock:  # nothing is stored between the two
-            rows = self._select("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
+        with self._file.lock:  # nothing is stored between the two
+            rows = self._file.select("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
             begun = "SELECT id FROM unfinished UNION SELECT id FROM holders"
-            rows += self._select(f"SELECT id FROM ({begun}) WHERE id NOT IN (SELECT id FROM parts)")
+            rows += self._file.select(f"SELECT id FROM ({begun}) WHERE id NOT IN (SELECT id FROM parts)")
         return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
         """Remove groups. Ids that are not there are ignored."""
         ids = list(ids)
         rows = [(group_id,) for group_id in ids]
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             for table in ("parts", "unfinished", "holders"):
                 connection.executemany(f"DELETE FROM {table} WHERE id = ?", rows)
             for group_id in ids:
@@ -256,51 +300,30 @@ class Spool:
 
     def scrub(self) -> None:
         """Leave nothing of what was forgotten in the files: SQLite's log would keep it until it is full."""
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the file, after the call that is running in another thread, if any."""
-        with self._lock:
-            self._connection.close()
-            if self._file_lock is not None:
-                os.close(self._file_lock)
-                self._file_lock = None
+        self._file.close()
 
     def _group(self, group_id: str) -> Group | None:
         """The parts that are there of a group, as a group; None: there is none."""
-        rows = self._select(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", group_id)
+        rows = self._file.select(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", group_id)
         return of_parts([self._unpacked(group_id, *row) for row in rows]) if rows else None
-
-    def _select(self, statement: str, *values: Any) -> list[Any]:
-        """The rows that a statement selects."""
-        with self._transaction() as connection:
-            return connection.execute(statement, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, explain(sqlite3.Error, "the spool cannot be used: {why}", SpoolError), self._connection:
-            try:
-                yield self._connection
-            except sqlite3.DatabaseError as error:
-                if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CORRUPT:
-                    ways = ways_on(self._file.parent)
-                    raise SpoolDamage(f"The spool {self._file} is damaged ({error}): {ways}") from error
-                raise
 
     def _unpacked(
         self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes
     ) -> Group:
         if crc != _checksum(group_id, place, prompt_index, note, row, frame):
-            raise SpoolDamage(
-                f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
-                f"with): {ways_on(self._file.parent)}"
-            )
+            problem = f"group {group_id} does not have the checksum that it was stored with"
+            raise self._file.damage(f"is damaged ({problem}):")
         fields = json.loads(note)
         message = (
-            f"The spool {self._file} was written by another version of this program (group {group_id}: {{why}}): go on "
+            f"The spool {self._file.path} was written by another version of this program (group {group_id}: {{why}}): "
+            f"go on with the run by that version."
         )
-        with explain((TypeError, ValueError), f"{message}with the run by that version.", SpoolDamage):
+        with explain((TypeError, ValueError), message, SpoolDamage):
             notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in _SEQUENCES}),)
             return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 

@@ -45,19 +45,26 @@ Lines = dict[str, list[Point]]
 def draw_run(folder: Path, file: Path) -> None:
     """Raises UserError if the folder holds no run, or a run without a step."""
     run = Record(folder)
-    if not run.records:
+    if not run.metrics.records:
         raise UserError(f"The run in {folder} has no step yet: draw its figure later.")
     figure, (learning, staleness) = _axes(2)
-    rewards = run.series("reward_mean")
-    learning.plot(run.steps, rewards, ".", color=COLOURS["work"], alpha=0.4, markersize=4, markeredgewidth=0)
-    learning.plot(run.steps, Curve(run.steps, rewards).means, color=COLOURS["work"], label="reward, mean of 5 steps")
-    versions = [evaluation["version"] for evaluation in run.evaluations]
-    accuracy = [number_or_nan(evaluation.get("accuracy")) for evaluation in run.evaluations]
+    rewards = run.metrics.series("reward_mean")
+    learning.plot(run.metrics.steps, rewards, ".", color=COLOURS["work"], alpha=0.4, markersize=4, markeredgewidth=0)
+    learning.plot(
+        run.metrics.steps,
+        Curve(run.metrics.steps, rewards).means,
+        color=COLOURS["work"],
+        label="reward, mean of 5 steps",
+    )
+    versions = [evaluation["version"] for evaluation in run.metrics.evaluations]
+    accuracy = [number_or_nan(evaluation.get("accuracy")) for evaluation in run.metrics.evaluations]
     learning.plot(versions, accuracy, "o-", color=COLOURS["held_out"], markersize=3, label="held-out accuracy")
     learning.set_ylim(None, 1)
     for label, colour in (("mean", "work"), ("max", "second")):
-        staleness.plot(run.steps, run.series(f"staleness_{label}"), color=COLOURS[colour], label=label)
-    staleness.axhline(number_or_nan(run.settings.get("max_staleness")), color=INK, linestyle="--", label="bound")
+        staleness.plot(run.metrics.steps, run.metrics.series(f"staleness_{label}"), color=COLOURS[colour], label=label)
+    staleness.axhline(
+        number_or_nan(run.configuration.settings.get("max_staleness")), color=INK, linestyle="--", label="bound"
+    )
     staleness.set_ylim(0, None)
     _write(figure, file, ("Learning", "Staleness, versions"), "step")
 
@@ -66,11 +73,11 @@ def draw_runs(folders: Sequence[Path], file: Path) -> Table:
     """Returns the numbers as a table. Raises UserError if a folder holds no finished run."""
     runs = [Record(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
-        if not run.settings or run.summary.get("accuracy_after") is None:
+        if not run.configuration.settings or run.summary.get("accuracy_after") is None:
             raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
     axis, groups = _by_axis(runs)
     if axis:
-        at = [(label, value_of(group[0].settings, axis), _at_the_end(group)) for label, group in groups]
+        at = [(label, value_of(group[0].configuration.settings, axis), _at_the_end(group)) for label, group in groups]
         titles, second, form = ("Held-out accuracy at the end", "Staleness, mean"), "staleness", ".2f"
     else:
         at = [(label, *point) for label, group in groups for point in _by_step(group).items()]
@@ -95,7 +102,7 @@ def draw_runs(folders: Sequence[Path], file: Path) -> Table:
 
 def _by_axis(runs: Sequence[Record]) -> tuple[str, list[tuple[str, list[Record]]]]:
     """The setting that is the axis, empty if there is none, and the runs by the label of their other settings."""
-    settings = [run.settings for run in runs]
+    settings = [run.configuration.settings for run in runs]
     by_division: dict[tuple[int, ...], str] = {}  # of keys that divide the runs alike, only the first
     for key in differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)):
         texts = [repr(value_of(config, key)) for config in settings]
@@ -119,8 +126,8 @@ def _by_step(group: Sequence[Record]) -> dict[int, list[tuple[float, float]]]:
     """By evaluated version, of each run: the accuracy, and the mean reward of the steps since the evaluation before."""
     values: dict[int, list[tuple[float, float]]] = {}
     for run in group:
-        rewards, earlier = dict(zip(run.steps, run.series("reward_mean"), strict=True)), 0
-        for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
+        rewards, earlier = dict(zip(run.metrics.steps, run.metrics.series("reward_mean"), strict=True)), 0
+        for evaluation in sorted(run.metrics.evaluations, key=lambda evaluation: evaluation["version"]):
             version = evaluation["version"]
             since = [reward for step, reward in rewards.items() if earlier < step <= version]
             point = number_or_nan(evaluation.get("accuracy")), statistics.fmean(since) if since else math.nan

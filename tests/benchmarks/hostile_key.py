@@ -37,6 +37,7 @@ from runs import ROOT, find_free_port
 
 from areal.data import addition, quickstart
 from areal.extensions.desk.audit import read_journal
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.storage.record import Record
 from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS
@@ -160,7 +161,7 @@ def sessions_in(folder: Path) -> tuple[Counter[str], set[str]]:
         with opened(path) as file:
             rows = file.read(["group", "fate", "row"]).to_pylist()
         trained |= {row["group"]: json.loads(row["row"])["session"] for row in rows if row["fate"] == "trained"}
-    ready = [group for group in read_journal(Record(folder)).ledger.dump()["groups"] if group["state"] != "open"]
+    ready = [group for group in snapshot_of(read_journal(Record(folder)).ledger)["groups"] if group["state"] != "open"]
     counts = Counter(name.partition(":")[0] for name in trained.values())
     return counts, {*trained.values(), *(group["session"] for group in ready)}
 

@@ -27,7 +27,7 @@ from support.networks import find_free_port  # noqa: E402
 
 from areal.config import Config  # noqa: E402
 from areal.data.rows import Prompt, prompt_text  # noqa: E402
-from areal.rewards.functions import resolve  # noqa: E402
+from areal.rewards.lookup import resolve  # noqa: E402
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.

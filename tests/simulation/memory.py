@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal.staleness.ledger_snapshot import snapshot_of
 from protocols.membership_messages import Policy
 from simulation.book import Violation
 from simulation.incarnation import Incarnation
@@ -40,7 +41,7 @@ def check_actor(life: Incarnation, model: Model, processes: int) -> None:
 
 
 def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tuple[int, int]]:
-    ledger, state, dump = master.ledger, master.state, master.ledger.state.dump()
+    ledger, state, dump = master.ledger, master.state, snapshot_of(master.ledger.state)
     limit = (model.max_staleness + 1) * model.batch_size
     return {
         "groups": (len(ledger.state.groups) + len(dump["requeued"]), limit),

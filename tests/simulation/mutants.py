@@ -53,7 +53,10 @@ from actors.trainer.weight_publisher import WeightPublisher
 from actors.ways_back import past_state
 from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
-from areal.staleness.ledger import Leases, Ledger, Schedule
+from areal.staleness.leases import Leases
+from areal.staleness.ledger import Ledger, Schedule
+from areal.staleness.ledger_sessions import LedgerSessions
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import (
     Admitted,
     Discarded,
@@ -72,7 +75,7 @@ from areal.storage import journal, spool
 from areal.storage.database import prepare
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpooledCalls
 from areal.training.guard import Guard
 from protocols.bus_errors import RefusedError
 from protocols.codec import Frame, decode_header, encode_header
@@ -622,12 +625,12 @@ def saved_calls_sampled_again() -> AbstractContextManager[None]:
 
 def saved_calls_of_another_sample() -> AbstractContextManager[None]:
     """A sample goes on with the calls of the sample beside it in the group, if there are any."""
-    calls = Spool.calls
+    calls = SpooledCalls.calls
 
-    def calls_beside(spool: Spool, group_id: str, place: int) -> bytes:
+    def calls_beside(spool: SpooledCalls, group_id: str, place: int) -> bytes:
         return calls(spool, group_id, place ^ 1) or calls(spool, group_id, place)
 
-    return patch.multiple(Spool, calls=calls_beside)
+    return patch.multiple(SpooledCalls, calls=calls_beside)
 
 
 def saved_calls_whatever_their_prompts() -> AbstractContextManager[None]:
@@ -637,13 +640,13 @@ def saved_calls_whatever_their_prompts() -> AbstractContextManager[None]:
 
 def newest_version_of_saved_calls() -> AbstractContextManager[None]:
     """The spool gives the newest version in the saved calls of a sample for the oldest."""
-    unfinished = Spool.unfinished
+    oldest_versions = SpooledCalls.oldest_versions
 
-    def newest(spool: Spool, prompt_index: int) -> dict[tuple[str, int], int]:
-        calls = {key: unpacked(spool.calls(*key)) for key in unfinished(spool, prompt_index)}
+    def newest(unfinished: SpooledCalls, prompt_index: int) -> dict[tuple[str, int], int]:
+        calls = {key: unpacked(unfinished.calls(*key)) for key in oldest_versions(unfinished, prompt_index)}
         return {key: max(int(call.sampled.versions.max()) for call in of_sample) for key, of_sample in calls.items()}
 
-    return patch.multiple(Spool, unfinished=newest)
+    return patch.multiple(SpooledCalls, oldest_versions=newest)
 
 
 def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
@@ -740,13 +743,12 @@ def shortages_are_failures() -> AbstractContextManager[None]:
 
 def snapshots_without_failures() -> AbstractContextManager[None]:
     """A snapshot of the master's state does not have how often each prompt has failed."""
-    dump = LedgerState.dump
 
-    def dump_less(state: LedgerState) -> dict[str, Any]:
-        full = dump(state)
+    def snapshot_less(state: LedgerState) -> dict[str, Any]:
+        full = snapshot_of(state)
         return full | {name: [row | {"failures": 0} for row in full[name]] for name in ("groups", "requeued")}
 
-    return patch.multiple(LedgerState, dump=dump_less)
+    return patch.multiple(run_state, snapshot_of=snapshot_less)
 
 
 def snapshots_without_run_ahead() -> AbstractContextManager[None]:
@@ -859,7 +861,7 @@ def sessions_lost_with_their_gateway() -> AbstractContextManager[None]:
 def sessions_taken_from_gateways() -> AbstractContextManager[None]:
     """A gateway adopts sessions that others hold."""
     return patch.multiple(
-        Leases, left_sessions=lambda leases: [group.group_id for group in leases._state.groups.head(GroupState.OPEN)]
+        LedgerSessions, ownerless=lambda held: [group.group_id for group in held._state.groups.head(GroupState.OPEN)]
     )
 
 

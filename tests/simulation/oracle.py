@@ -22,6 +22,7 @@ from areal.samples.table import SCORED, TOP, Generation
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.invariants import check_invariants
 from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,
@@ -479,7 +480,7 @@ class Oracle:
 
     def look(self) -> None:
         """Compare the order of the ledger's groups with that in the book."""
-        order = [row["group_id"] for row in self.ledger.state.dump()["groups"]] if self.ledger else []
+        order = [row["group_id"] for row in snapshot_of(self.ledger.state)["groups"]] if self.ledger else []
         if self.ledger and order != list(self.memory.rows):
             self.fail(Violation(f"the ledger has the groups {order}, but its journal {list(self.memory.rows)}"))
 

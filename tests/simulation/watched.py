@@ -23,7 +23,7 @@ from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool, SpoolPart, StoredGroup
+from areal.storage.spool import Spool, SpooledCalls, SpoolPart, StoredGroup
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
 from protocols.evaluation_messages import AskEvaluation, EvaluationDone, RowsScored
@@ -131,15 +131,33 @@ class WatchedJournal(Journal):
         self.oracle.committed(appended)
 
 
+class WatchedCalls(SpooledCalls):
+    """The real store of calls. `on_calls` is called with the id of the group of which calls are stored."""
+
+    on_calls: Callable[[str], None]
+
+    def put(self, group_id: str, *arguments: Any) -> None:
+        super().put(group_id, *arguments)
+        self.on_calls(group_id)
+
+    def move(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
+        super().move(group_id, samples)
+        self.on_calls(group_id)
+
+
 class WatchedSpool(Spool):
     """The real spool. `on_put` is called with the id of the group and the place of each sample that is stored, and
-    `on_move` with those of each that becomes one of another group, and that group's id. `on_calls`: with that of the
-    group of which calls are stored. `meanwhile`: other threads may do something between two changes of a call."""
+    `on_move` with the id and the place of each sample that becomes one of another group, and with that group's id.
+    `meanwhile`: other threads may do something between two changes of a call."""
 
+    unfinished: WatchedCalls
     meanwhile: Callable[[], None]
     on_put: Callable[[str, int], None]
     on_move: Callable[[str, int, str], None]
-    on_calls: Callable[[str], None]
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__(connection)
+        self.unfinished = WatchedCalls(self._file)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
         stored = super().put_all(parts, size)
@@ -156,14 +174,6 @@ class WatchedSpool(Spool):
         super().move(group_id, samples, size)
         for earlier, place in samples:
             self.on_move(earlier, place, group_id)
-
-    def put_calls(self, group_id: str, *arguments: Any) -> None:
-        super().put_calls(group_id, *arguments)
-        self.on_calls(group_id)
-
-    def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
-        super().move_calls(group_id, samples)
-        self.on_calls(group_id)
 
 
 class WatchedRollouts(RolloutWriter):

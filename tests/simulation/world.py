@@ -505,7 +505,7 @@ class World:
         disk.note_synced()
         spool.on_put, spool.on_move = functools.partial(self._puts, life), functools.partial(self._moves, life)
         spool.meanwhile = functools.partial(life.loop.overlap, self._threads)
-        spool.on_calls = functools.partial(self._puts_calls, life)
+        spool.unfinished.on_calls = functools.partial(self._puts_calls, life)
         return spool
 
     def _open_rollouts(self, life: Incarnation) -> WatchedRollouts:
@@ -829,7 +829,7 @@ class World:
         self.oracle.went_back(version, spooled)
         self.oracle.check_receipts(state.sessions.receipts, "after the way back")
         journal.compact(state.dump())
-        journal._write(journal._snapshot, [], {})
+        journal._pending.write(journal._connection)
         if trainer.disk is not None:
             spool = Spool(trainer.disk)
             spool.forget([group for group in spool.ids() if not state.ledger.state.needs_payload(group)])

@@ -490,7 +490,7 @@ def test_scorers_that_do_not_fit_are_one_sentence(tmp_path, values, sentence):
 def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     prompts = {"data": {"source": "addition", "eval_size": 0}}
     config = Config.model_validate(RUN | WISE | prompts | {"trainer": {"objective": "distill", "teacher": "wise"}})
-    assert (config.trainer.teacher_coef, config.used_scorers) == (1.0, ["wise"])
+    assert (config.trainer.teacher_coef, config.scorer_uses.used) == (1.0, ["wise"])
     assert {name: role.started(config) for name, role in ROLES.items()} == {
         "trainer": 1,
         "generator": 1,

@@ -43,7 +43,9 @@ _WITHIN_NUMBERS = re.compile(r"(?<=\d)[,\s{}\\!]+(?=\d)")
 def alerts_of(record: Record) -> list[tuple[Alert, str]]:
     """Return the alerts of a run, each with the command that prints its rollouts, or "" without rollouts."""
     digests = Digests(record.folder)
-    alerts = digests.alerts(record.records, record.evaluations, record.settings, ROLLOUTS_SECONDS)
+    alerts = digests.alerts(
+        record.metrics.records, record.metrics.evaluations, record.configuration.settings, ROLLOUTS_SECONDS
+    )
     return [(alert, digests.command(alert)) for alert in alerts]
 
 

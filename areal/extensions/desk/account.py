@@ -16,20 +16,20 @@ FATES = "expired", "deleted", "opted out", "failed", "unused"
 
 def account(run: Record) -> str:
     """Tell in sentences how the run's reward changed, how stale its groups were, and how many tokens were lost."""
-    summary, rewards = run.ending or {}, run.series("reward_mean")
+    summary, rewards = run.ending or {}, run.metrics.series("reward_mean")
     if not rewards:
         return ""
     few = max(1, min(10, len(rewards) // 3))
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
     early, late = ("first step", "last") if few == 1 else (f"first {few} of them", f"last {few}")
-    model = Path(run.settings.get("model", "The model")).name
-    seconds = math.fsum(filter(math.isfinite, run.series("step_seconds")))
+    model = Path(run.configuration.settings.get("model", "The model")).name
+    seconds = math.fsum(filter(math.isfinite, run.metrics.series("step_seconds")))
     says = [
-        f"{model} was trained for {run.trained:,} steps in {duration(seconds)}. Its mean reward was {first:.3f} in the "
-        f"{early} and {last:.3f} in the {late}."
+        f"{model} was trained for {run.metrics.trained:,} steps in {duration(seconds)}. Its mean reward was "
+        f"{first:.3f} in the {early} and {last:.3f} in the {late}."
     ]
-    if ages := [*filter(math.isfinite, run.series("staleness_max"))]:
-        bound = number_or_nan(run.settings.get("max_staleness", summary.get("max_staleness")))
+    if ages := [*filter(math.isfinite, run.metrics.series("staleness_max"))]:
+        bound = number_or_nan(run.configuration.settings.get("max_staleness", summary.get("max_staleness")))
         versions = "version" if max(ages) == 1 else "versions"
         allowed = "" if math.isnan(bound) else f"; {bound:g} were allowed"
         says.append(f"No group was more than {max(ages):g} {versions} behind the weights that it trained{allowed}.")
@@ -61,7 +61,7 @@ def headlines(run: Record) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page, as (name, value). The held-out accuracy comes first, from the first
     evaluation to the newest, with two standard errors of the newest. Unknown numbers are left out."""
     scores: dict[str, list[dict[str, Any]]] = {}
-    for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
+    for evaluation in sorted(run.metrics.evaluations, key=lambda evaluation: evaluation["version"]):
         for name, scored in {HELD_OUT: evaluation, **(evaluation.get("benchmarks") or {})}.items():
             if scored.get("accuracy") is not None:
                 scores.setdefault(name, []).append(scored)
@@ -85,17 +85,21 @@ def _from_to(scores: Sequence[Mapping[str, Any]]) -> str:
 
 def notation(run: Record) -> str:
     """Explain how the quickstart's sums are written. Empty for any other run."""
-    return addition.WORKING_IN_WORDS if (run.settings.get("data") or {}).get("source") == "addition" else ""
+    return (
+        addition.WORKING_IN_WORDS if (run.configuration.settings.get("data") or {}).get("source") == "addition" else ""
+    )
 
 
 def fork_lines(runs: Iterable[Record]) -> list[str]:
     """Return the forks among these runs as a tree: a line for each run, below its parent. Empty without forks."""
     tree: dict[tuple[tuple[int, str], ...], str] = {}
     for run in runs:
-        identity = run.records[-1].get("run", run.name) if run.records else run.name
-        names = [*((origin.run, origin.name) for origin in run.origins), (identity, run.name)]
+        identity = run.metrics.records[-1].get("run", run.name) if run.metrics.records else run.name
+        names = [*((origin.run, origin.name) for origin in run.configuration.origins), (identity, run.name)]
         path: tuple[tuple[int, str], ...] = ()
-        for (run_id, name), step in zip(names, [0, *(origin.step for origin in run.origins)], strict=True):
+        for (run_id, name), step in zip(
+            names, [0, *(origin.step for origin in run.configuration.origins)], strict=True
+        ):
             tree[*path, (step, run_id)] = "    " * len(path) + name + f", from step {step} on" * bool(step)
             path = (*path, (step, run_id))
     return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []

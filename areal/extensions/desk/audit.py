@@ -34,6 +34,7 @@ from areal.extensions.desk.replay import Replay, keeps_weights, plan, run_varian
 from areal.samples.tokenizer import reads_as_kept
 from areal.samples.trajectory import Group, samples_of
 from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger_snapshot import state_of
 from areal.staleness.ledger_state import (
     BatchLogged,
     Committed,
@@ -136,15 +137,15 @@ class Audit:
 
     def __init__(self, folder: Path, full: bool = False) -> None:
         self.record, self.full = Record(folder), full
-        self.config, self.summary = self.record.config, self.record.ending or {}
+        self.config, self.summary = self.record.configuration.load(), self.record.ending or {}
         if not self.summary:
             raise UserError(f"The run in {folder} is not over, it has no summary.json: audit it once it is.")
-        self.first, records = self.record.first_version, self.record.records
+        self.first, records = self.record.configuration.first_version, self.record.metrics.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
         # The first step that must have metrics.
         self.oldest = min(self.records) if self.config.observe.metrics_mib and self.records else self.first + 1
-        self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
+        self.changes = [change for change in self.record.configuration.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
@@ -163,7 +164,7 @@ class Audit:
             "run": journal.run if journal else None,
             "folder": str(self.record.folder),
             "steps": max(self.records, default=0),
-            "fork_of": [origin._asdict() for origin in self.record.origins],
+            "fork_of": [origin._asdict() for origin in self.record.configuration.origins],
             "weights": self.summary.get("weights"),
             "replayed": self.replayed,
             "full": self.full,
@@ -206,7 +207,7 @@ class Audit:
         finding.about = f"{ledger.version} steps, {counters.admitted} groups admitted, events since step " + str(
             min(facts.logged, default=ledger.version)
         )
-        for origin in self.record.origins[-1:]:
+        for origin in self.record.configuration.origins[-1:]:
             finding.about += f"; the steps up to {self.first} belong to {origin.name}, run {origin.run}: audit that run"
         return facts
 
@@ -292,7 +293,7 @@ class Audit:
 
     def _check_texts(self) -> None:
         finding, number = self.findings[_TEXTS], 0
-        tokenizer = self.record.tokenizer()
+        tokenizer = self.record.configuration.tokenizer()
         if tokenizer is None:
             finding.unknown.append(f"the tokenizer of {self.config.model} is not here")
             return
@@ -356,7 +357,7 @@ class Audit:
 
     def _since(self, variant: Replay) -> str:
         """Return the end of a sentence: the first step at which the losses of the replay and the run differ."""
-        for record in Record(variant.folder).records:
+        for record in Record(variant.folder).metrics.records:
             loss = self.records.get(record["step"], {}).get("loss")
             if loss is not None and not math.isclose(loss, record["loss"], rel_tol=TOLERANCE, abs_tol=1e-9):
                 return f", and another loss from step {record['step']} on"
@@ -407,7 +408,9 @@ def read_journal(record: Record) -> JournalFacts:
     with record.journal() as journal:
         snapshot, events = journal.read()
     with journal.version_errors("the snapshot"):
-        ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
+        ledger = (
+            state_of(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.configuration.load()))
+        )
     facts = JournalFacts(journal.run, ledger, {}, {}, set(), (snapshot or {}).get("last_step") or {})
     for kind, body in events:
         with journal.version_errors(kind):

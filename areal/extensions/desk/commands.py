@@ -125,7 +125,7 @@ def replay(options: Namespace) -> int:
 
     within(options.run / FOLDER, options.run)
     record = Record(options.run)
-    announce_code(options.run, record.config.model_dump(mode="json"), options.trust)
+    announce_code(options.run, record.configuration.load().model_dump(mode="json"), options.trust)
     return run(record, options)
 
 

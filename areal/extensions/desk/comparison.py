@@ -50,7 +50,7 @@ def table_of(runs: Sequence[Record]) -> Table:
     Runs that differ only in their seed share a column, with the mean of each figure and its interval (`means`). Runs
     with equal settings and seed have a column each, named by the caption.
     """
-    settings = [run.settings for run in runs]
+    settings = [run.configuration.settings for run in runs]
     keys = differing_settings(settings)
     groups = by_settings(settings, keys)
     table = Table("", *(_title([runs[n].name for n in numbers]) for numbers in groups.values()))
@@ -120,33 +120,45 @@ def mean_text(mean: float, error: float, form: str) -> str:
 
 def end_figures(runs: Sequence[Record]) -> list[Figure]:
     """Return the figures of the runs. A figure that is unknown in all runs is left out."""
-    names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.get("benchmarks") or ())
+    names = dict.fromkeys(name for run in runs for e in run.metrics.evaluations for name in e.get("benchmarks") or ())
     rewards = {"reward": "reward_mean"}
-    if any(run.filters for run in runs):  # trained groups are only some of all groups
+    if any(run.metrics.filters for run in runs):  # trained groups are only some of all groups
         rewards = {"reward of trained groups": "reward_mean", "reward of all groups": "reward_mean_all"}
     kinds: list[tuple[str, str, Callable[[Record], float]]] = [
         ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
         ("held-out accuracy", ".3f", lambda run: _accuracy(run, "accuracy_after", -1)),
         *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),
         *(
-            (f"{name}, last {LAST_STEPS} steps", ".3f", lambda run, key=key: _mean(run.series(key)[-LAST_STEPS:]))
+            (
+                f"{name}, last {LAST_STEPS} steps",
+                ".3f",
+                lambda run, key=key: _mean(run.metrics.series(key)[-LAST_STEPS:]),
+            )
             for name, key in rewards.items()
         ),
-        ("trained groups with signal", ".1%", lambda run: _mean([*filter(math.isfinite, run.series("mixed_groups"))])),
+        (
+            "trained groups with signal",
+            ".1%",
+            lambda run: _mean([*filter(math.isfinite, run.metrics.series("mixed_groups"))]),
+        ),
         ("tokens generated for each of them", ",.0f", _tokens_per_signal),
         (
             "rows of which a prompt was admitted",
             ".1%",
-            lambda run: run.series("coverage")[-1] if run.records else math.nan,
+            lambda run: run.metrics.series("coverage")[-1] if run.metrics.records else math.nan,
         ),
         ("staleness, mean", ".2f", staleness_of),
-        ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
+        ("staleness, max", ".1f", lambda run: max(run.metrics.series("staleness_max"), default=math.nan)),
         ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),
         ("effective tokens a second", ",.0f", lambda run: number_or_nan(run.summary.get("effective_throughput"))),
         ("trainer idle", ".1%", _idle),
-        ("log-prob gap, max", ".1e", lambda run: max(Curve.of(run.records, "logprob_gap").values, default=math.nan)),
-        ("steps", ",.0f", lambda run: max(run.steps, default=0)),
-        ("seconds", ",.0f", lambda run: sum(run.series("step_seconds"))),
+        (
+            "log-prob gap, max",
+            ".1e",
+            lambda run: max(Curve.of(run.metrics.records, "logprob_gap").values, default=math.nan),
+        ),
+        ("steps", ",.0f", lambda run: max(run.metrics.steps, default=0)),
+        ("seconds", ",.0f", lambda run: sum(run.metrics.series("step_seconds"))),
     ]
     figures = [Figure(name, form, [float(value(run)) for run in runs]) for name, form, value in kinds]
     figures += _to_reward(runs) + _at_tokens(runs)
@@ -155,7 +167,7 @@ def end_figures(runs: Sequence[Record]) -> list[Figure]:
 
 def staleness_of(run: Record) -> float:
     """Return the mean over the steps but the first, in which generation has only begun."""
-    return _mean([number_or_nan(record.get("staleness_mean")) for record in run.steady])
+    return _mean([number_or_nan(record.get("staleness_mean")) for record in run.metrics.steady])
 
 
 def _title(names: Sequence[str]) -> str:
@@ -165,13 +177,13 @@ def _title(names: Sequence[str]) -> str:
 def _to_reward(runs: Sequence[Record]) -> list[Figure]:
     """Return the steps and the seconds of each run to the highest reward reached by all runs, as a mean of RECENT
     steps. Runs with filters compare the reward of all groups: the reward of trained groups hardly changes."""
-    keys = ["reward_mean_all" if run.filters else "reward_mean" for run in runs]
-    curves = [Curve(run.steps, run.series(key)).means for run, key in zip(runs, keys, strict=True)]
+    keys = ["reward_mean_all" if run.metrics.filters else "reward_mean" for run in runs]
+    curves = [Curve(run.metrics.steps, run.metrics.series(key)).means for run, key in zip(runs, keys, strict=True)]
     if any(np.isnan(curve).all() for curve in curves):
         return []
     level = min(float(np.nanmax(curve)) for curve in curves)
     ends = [int(np.argmax(curve >= level)) + 1 for curve in curves]
-    seconds = [sum(run.series("step_seconds")[:end]) for run, end in zip(runs, ends, strict=True)]
+    seconds = [sum(run.metrics.series("step_seconds")[:end]) for run, end in zip(runs, ends, strict=True)]
     return [
         Figure(f"steps to reward {level:.3f}", ".1f", list(map(float, ends))),
         Figure(f"seconds to reward {level:.3f}", ",.0f", seconds),
@@ -183,8 +195,10 @@ def _at_tokens(runs: Sequence[Record]) -> list[Figure]:
     Between two evaluations the accuracy is interpolated."""
     curves = []
     for run in runs:
-        tokens = dict(zip(run.steps, np.nancumsum(run.series("tokens_generated")), strict=True)) | {0: 0.0}
-        scored = [e for e in run.evaluations if e.get("accuracy") is not None and e["version"] in tokens]
+        tokens = dict(zip(run.metrics.steps, np.nancumsum(run.metrics.series("tokens_generated")), strict=True)) | {
+            0: 0.0
+        }
+        scored = [e for e in run.metrics.evaluations if e.get("accuracy") is not None and e["version"] in tokens]
         scored.sort(key=lambda e: e["version"])
         curves.append(([float(tokens[e["version"]]) for e in scored], [e["accuracy"] for e in scored]))
     least = min((tokens[-1] for tokens, _ in curves if tokens), default=0.0)
@@ -195,26 +209,32 @@ def _at_tokens(runs: Sequence[Record]) -> list[Figure]:
 
 
 def _tokens_per_signal(run: Record) -> float:
-    mixed = np.nansum(np.multiply(run.series("mixed_groups"), run.series("groups_trained")))
-    return float(np.nansum(run.series("tokens_generated")) / mixed) if mixed else math.nan
+    mixed = np.nansum(np.multiply(run.metrics.series("mixed_groups"), run.metrics.series("groups_trained")))
+    return float(np.nansum(run.metrics.series("tokens_generated")) / mixed) if mixed else math.nan
 
 
 def _accuracy(run: Record, key: str, place: int) -> float:
     """Return the accuracy in the summary, or, before the end, of the first or the newest evaluation."""
-    accuracies = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
+    accuracies = [e["accuracy"] for e in run.metrics.evaluations if e.get("accuracy") is not None]
     return number_or_nan(run.summary.get(key, accuracies[place] if accuracies else None))
 
 
 def _benchmark(run: Record, name: str) -> float:
-    accuracies = [e["benchmarks"][name]["accuracy"] for e in run.evaluations if name in (e.get("benchmarks") or ())]
+    accuracies = [
+        e["benchmarks"][name]["accuracy"] for e in run.metrics.evaluations if name in (e.get("benchmarks") or ())
+    ]
     return number_or_nan(accuracies[-1] if accuracies else None)
 
 
 def _idle(run: Record) -> float:
     """Return the share of time for which the trainer waited, as in summary.json."""
-    seconds = sum(record.get("step_seconds") or 0.0 for record in run.steady)
+    seconds = sum(record.get("step_seconds") or 0.0 for record in run.metrics.steady)
     waits = ("trainer_wait_seconds", "publish_wait_seconds")
-    return sum(record.get(wait) or 0.0 for record in run.steady for wait in waits) / seconds if seconds else math.nan
+    return (
+        sum(record.get(wait) or 0.0 for record in run.metrics.steady for wait in waits) / seconds
+        if seconds
+        else math.nan
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -74,7 +74,7 @@ def export(options: Namespace) -> None:
     if rollouts is None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
     record = Record(rollouts.parent)
-    config = record.config
+    config = record.configuration.load()
     texts = Texts(load_tokenizer(str([config.model, *record.checkpoints.folders][-1]), config.data), config)
     texts.chat = all(row["turns"] == 1 and not row["branch"] for row in record.rollouts.rows(["turns", "branch"])) and (
         texts.chat_prompt(next(record.rollouts.rows(["row", "prompt"]))) is not None

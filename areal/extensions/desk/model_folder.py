@@ -45,19 +45,19 @@ class ModelScores(NamedTuple):
 
 def write_model(record: Record, output: Path) -> None:
     """Make the folder `output` from a run's newest checkpoint. Raises UserError if the run has no checkpoint."""
-    if not record.checkpoints.folders or not record.settings:
+    if not record.checkpoints.folders or not record.configuration.settings:
         raise UserError(
             f"{record.folder} has no checkpoint: give the folder of a run that has trained until its first one."
         )
-    checkpoint, config = within(record.checkpoints.folders[-1], record.folder), record.config
+    checkpoint, config = within(record.checkpoints.folders[-1], record.folder), record.configuration.load()
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
-        (target / CONFIG).write_text(write_yaml(_public(record.settings)))
+        (target / CONFIG).write_text(write_yaml(_public(record.configuration.settings)))
         # Samples are rows of the data: whoever publishes a model publishes its numbers, and no held-out rows.
         apart = ("checkpoint", "samples_before", "samples_after")
         summary = {key: value for key, value in record.summary.items() if key not in apart}
         (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        for file in record.number_files:
+        for file in record.metrics.files:
             shutil.copyfile(file, target / file.name)
         _card(record, config, record.versions[-1], target).save(target / "README.md")
 
@@ -95,7 +95,7 @@ def _public(values: Any) -> Any:
 
 def _results(run: Record, config: Config, version: int) -> Iterator[ModelScores]:
     """Yield the scores of `version` on the held-out rows and on each benchmark, as far as they were evaluated."""
-    by_version = {evaluation["version"]: evaluation for evaluation in run.evaluations}
+    by_version = {evaluation["version"]: evaluation for evaluation in run.metrics.evaluations}
     untrained, trained = by_version.get(0, {}), by_version.get(version, {})
     if trained.get("accuracy") is not None:
         parts = config.data.parts

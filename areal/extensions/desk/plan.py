@@ -35,20 +35,20 @@ def plan_run(options: Namespace) -> None:
     if options.config or record is None:
         config: Config = load_config(options.config, options.overrides)
     else:
-        config = record.config_with(options.overrides)
+        config = record.configuration.load(options.overrides)
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     work = _workload(options, config, measure(record) if record else {})
     trainer = config.for_device(cuda=True).trainer  # but if checkpointing is auto, the plan decides
     trainer = trainer.model_copy(update={"gradient_checkpointing": config.trainer.gradient_checkpointing})
     config = config.for_device(cuda=True).model_copy(update={"trainer": trainer})
-    scoring = sum(config.scorers[name].devices for name in config.started_scorers)
+    scoring = sum(config.scorers[name].devices for name in config.scorer_uses.started)
     devices = max(0, options.devices - scoring)
     planner = Planner(config, read_model(config), work, devices, options.device_memory * GIB)
     split, console = planner.plan(), output(120)
     console.print(table(split, options.device_memory))
     if scoring:
-        names = ", ".join(config.started_scorers)
+        names = ", ".join(config.scorer_uses.started)
         console.print(f"The scorers ({names}) have {scoring} more devices of the {options.devices}.", highlight=False)
     if faster := [str(other) for other in planner.alternatives() if other.throughput > FASTER * split.throughput]:
         advice = f"At these rates faster: {', '.join(faster)}. Measure the rates with such keys."
@@ -78,7 +78,7 @@ def _workload(options: Namespace, config: Config, measured: dict[str, float]) ->
 def measure(run: Record) -> dict[str, float]:
     """Return the rates and the mean completion length of a run, over its steady steps (over all steps if the run ended
     before). Raises UserError."""
-    config, steps = run.config, run.steady or run.records
+    config, steps = run.configuration.load(), run.metrics.steady or run.metrics.records
     seconds, training, generated, trained, tokens = (
         sum(number_or_nan(step.get(name)) for step in steps) for name in SUMS
     )

@@ -56,11 +56,12 @@ class Measured(NamedTuple):
 def plots(runs: Sequence[Record]) -> list[Plot]:
     """Return the plots of runs. If there are several, a colour is a run, and each curve of a panel has its own plot."""
     sources = [
-        {"step": Measured.of(run.records, "step"), "version": Measured.of(run.evaluations, "version")} for run in runs
+        {"step": Measured.of(run.metrics.records, "step"), "version": Measured.of(run.metrics.evaluations, "version")}
+        for run in runs
     ]
     drawn: list[Plot] = []
-    for panel in panels_of([record for run in runs for record in run.records]):
-        if panel.needs and not any(record.get(panel.needs) for run in runs for record in run.records):
+    for panel in panels_of([record for run in runs for record in run.metrics.records]):
+        if panel.needs and not any(record.get(panel.needs) for run in runs for record in run.metrics.records):
             continue
         measured = [source[panel.of] for source in sources]
         if len(runs) > 1:
@@ -108,7 +109,7 @@ def run_colours(count: int) -> list[str]:
 
 
 def _bound(panel: Panel, run: Record) -> float:
-    return number_or_nan(run.settings.get(panel.bound, (run.ending or {}).get(panel.bound)))
+    return number_or_nan(run.configuration.settings.get(panel.bound, (run.ending or {}).get(panel.bound)))
 
 
 def _values(panel: Panel, records: Records) -> dict[str, np.ndarray]:

@@ -117,7 +117,9 @@ class Replay:
 
     def config_at(self, step: int) -> Config:
         """Return the settings for a step: the run's settings at that step, with the changes of the replay."""
-        settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
+        settings = {
+            key: value for key, value in self.run.configuration.changed_after(step).items() if key not in self.changes
+        }
         if not settings:
             return self.config
         values = overridden(self.config.model_dump(mode="json"), settings=settings)
@@ -171,7 +173,7 @@ def plan(
     condition on rollouts; groups with such a row are left out. until: a condition on metrics of the replay. Raises
     UserError if a replay is not possible.
     """
-    config = run.config
+    config = run.configuration.load()
     first, last = _range(run, steps)
     _check_rollouts(run, config, first, last)
     if output and output.exists():
@@ -179,8 +181,8 @@ def plan(
     left_out = _left_out(run, config, without, first, last) if without else frozenset()
     end = _condition_of(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
-    changed_since = run.changed_after(first + 1)
-    all_steps = (first, last) == (run.first_version, run.trained)
+    changed_since = run.configuration.changed_after(first + 1)
+    all_steps = (first, last) == (run.configuration.first_version, run.metrics.trained)
     replays = []
     for point in points(read_grid(sweep), "The sweep"):
         changes = common | point
@@ -195,15 +197,15 @@ def plan(
 
 def _range(run: Record, steps: str) -> tuple[int, int]:
     """Return the step before a replay of `steps`, and its last step."""
-    match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.trained, run.first_version
+    match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.metrics.trained, run.configuration.first_version
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
         raise UserError(f"--steps {steps} is not in the {trained} steps of {run.folder}: write A:B, after A up to B.")
     if (first or begin) and not run.checkpoints.of(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
         raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
-    if not first and os.path.isabs(run.model) and not Path(run.model).is_dir():
-        raise UserError(f"The model that {run.folder} began with is not here, {run.model}: put it back.")
+    if not first and os.path.isabs(run.configuration.model) and not Path(run.configuration.model).is_dir():
+        raise UserError(f"The model that {run.folder} began with is not here, {run.configuration.model}: put it back.")
     return first, last
 
 
@@ -244,7 +246,7 @@ def _digest(groups: Iterable[tuple[int, str]]) -> str:
 
 def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the run's settings with `changes`. Raises UserError for a change outside the training."""
-    settings = run.config_with(settings=changes)
+    settings = run.configuration.with_settings(changes)
     for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
         if not is_under(key, ["trainer"]) or is_under(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
             raise UserError(
@@ -472,7 +474,7 @@ def keeps_weights(run: Record, step: int) -> bool:
     if _final_stamp(run, step):
         return True
     checkpoint = run.checkpoints.of(step)
-    return checkpoint.is_dir() and not (run.config.trainer.lora or is_wrapper(checkpoint))
+    return checkpoint.is_dir() and not (run.configuration.load().trainer.lora or is_wrapper(checkpoint))
 
 
 def _final_stamp(run: Record, step: int) -> str | None:

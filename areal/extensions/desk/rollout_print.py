@@ -41,7 +41,7 @@ def print_rollouts(options: Namespace) -> None:
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
     if (words := notation(record)) and page.rows:
         console.print(words, highlight=False, soft_wrap=True)
-    tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
+    tokenizer = record.configuration.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
         _print(row, tokenizer, [record.folder / PICTURES / name for name in pictures_of(row)], console)
 

@@ -51,7 +51,7 @@ def _print_samples(record: Record, console: Console) -> None:
     pairs = record.sample_pairs()[:PAIRS_SHOWN]
     if pairs:
         console.print("[bold]Held-out rows before and after the training, the largest changes first[/]")
-    if pairs and record.settings.get("data", {}).get("source") == "addition":
+    if pairs and record.configuration.settings.get("data", {}).get("source") == "addition":
         console.print(addition.WORKING_IN_WORDS)
     for pair in pairs:
         console.print(Text(shown(f"  {pair['prompt']}   [answer: {pair['answer']}]")), soft_wrap=True)

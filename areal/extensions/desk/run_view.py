@@ -52,7 +52,7 @@ class PlotCache:
 
     def since(self, stamp: str) -> dict[str, Any]:
         """Return the stamp, and the plots unless `stamp` is the stamp of the present plots."""
-        newest = ",".join(f"{len(run.records)}.{len(run.evaluations)}" for run in self._runs)
+        newest = ",".join(f"{len(run.metrics.records)}.{len(run.metrics.evaluations)}" for run in self._runs)
         if newest != self.stamp:
             self.stamp, self._plots = newest, plots(self._runs)
         last = max((p for run in self._runs for p in _places(run)), default=0)
@@ -60,7 +60,7 @@ class PlotCache:
 
 
 def _places(run: Record) -> Iterable[int]:
-    return (*run.steps[-1:], *(evaluation["version"] for evaluation in run.evaluations[-1:]))
+    return (*run.metrics.steps[-1:], *(evaluation["version"] for evaluation in run.metrics.evaluations[-1:]))
 
 
 class RunView:
@@ -80,10 +80,10 @@ class RunView:
     def since(self, stamp: str = "", rollouts_seconds: float = ROLLOUTS_SECONDS) -> dict[str, Any]:
         """Return the state of the run, with its plots and texts if they are newer than `stamp`."""
         self._read()
-        record, config = self.record, self.record.settings
+        record, config = self.record, self.record.configuration.settings
         data = {
             "run": config.get("name", record.name),
-            "step": record.trained,
+            "step": record.metrics.trained,
             "total": config.get("steps"),
             "cards": headlines(record),
             "alerts": self._alerts(config, rollouts_seconds),
@@ -109,7 +109,7 @@ class RunView:
 
     def _times(self) -> dict[str, str]:
         """Return in words the time of the run up to its newest event, and the expected time of the remaining steps."""
-        last, total = (self.record.records or [{}])[-1], self.record.settings.get("steps")
+        last, total = (self.record.metrics.records or [{}])[-1], self.record.configuration.settings.get("steps")
         seconds = {
             "elapsed": self._events[-1]["time"] - self._began if self._events else 0.0,
             "left": last.get("step_seconds_median", 0.0) * (total - last["step"]) if last and total else 0.0,
@@ -126,7 +126,7 @@ class RunView:
         return time.time() - written if written else 0.0
 
     def _read(self) -> None:
-        self.record.update()
+        self.record.metrics.update()
         for event in self.record.new_events():
             self._events.append(event)
             self._began = min(self._began, event["time"])
@@ -142,7 +142,11 @@ class RunView:
         """Return for each alert its name, its sentence, the query for the page of its rollouts (None without rollouts),
         and the command that prints the rollouts."""
         digests = self._digests
-        alerts = digests.alerts(self.record.records, self.record.evaluations, config, seconds) if digests else ()
+        alerts = (
+            digests.alerts(self.record.metrics.records, self.record.metrics.evaluations, config, seconds)
+            if digests
+            else ()
+        )
         return [
             {
                 "name": alert.name,
@@ -182,8 +186,8 @@ class RunsView:
         """Return the runs' different settings and figures, with the plots if they are newer than `stamp`."""
         runs = self._runs
         for run in runs:
-            run.update()
-        configs = [run.settings for run in runs]
+            run.metrics.update()
+        configs = [run.configuration.settings for run in runs]
         settings = differing_settings(configs)
         figures = end_figures(runs)
         rows = [
@@ -215,7 +219,7 @@ def _texts(run: Record) -> dict[str, Any]:
         "forks": fork_lines([run]),
         "samples": run.sample_pairs()[:PAIRS_SHOWN] if run.ending else [],
         "notation": notation(run),
-        "configuration": FOLDERS.sub("…/", run.config_text),
+        "configuration": FOLDERS.sub("…/", run.configuration.text),
     }
 
 

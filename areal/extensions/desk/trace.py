@@ -36,7 +36,7 @@ def write_trace(options: Namespace) -> None:
 
 def trace_events(run: Record) -> list[dict[str, Any]]:
     """Return spans ("X"), counters ("C") and names ("M"), with times in microseconds since the earliest time."""
-    measured = [*steps(run), *timeline.measured(run.events, run.records, run.times)]
+    measured = [*steps(run), *timeline.measured(run.events, run.metrics.records, run.metrics.times)]
     activities = list(timeline.activities(run.events))
     counters = [*step_counters(run), *actor_counters(run.events)]
     begin = min([span.begin for span in measured + activities] + [at for _, _, at, _ in counters], default=0.0)
@@ -77,12 +77,12 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
 def steps(run: Record) -> Iterator[TimelineSpan]:
     """Yield a span for each step, at most from commit to commit, and an empty span for each evaluation's result."""
     previous = -math.inf
-    for record, end in zip(run.records, run.times, strict=True):
+    for record, end in zip(run.metrics.records, run.metrics.times, strict=True):
         seconds = min(record.get("step_seconds", 0.0), end - previous)
         previous = end
         plain = {key: value for key, value in record.items() if isinstance(value, int | float | str)}
         yield TimelineSpan(RUN, f"step {record['step']}", end - seconds, seconds, plain)
-    for evaluation in run.evaluations:
+    for evaluation in run.metrics.evaluations:
         if "time" in evaluation:
             accuracy = evaluation.get("accuracy")
             name = f"version {evaluation['version']} evaluated" + ("" if accuracy is None else f": {accuracy:.3f}")
@@ -94,8 +94,8 @@ Counter = tuple[str, str, float, dict[str, float]]
 
 
 def step_counters(run: Record) -> Iterator[Counter]:
-    panels = panels_of(run.records)
-    for record, end in zip(run.records, run.times, strict=True):
+    panels = panels_of(run.metrics.records)
+    for record, end in zip(run.metrics.records, run.metrics.times, strict=True):
         for panel in panels:
             if values := {key: record[key] for key in panel.metrics if isinstance(record.get(key), int | float)}:
                 yield RUN, panel.title, end, values

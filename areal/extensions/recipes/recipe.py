@@ -85,8 +85,8 @@ class RunRecipe:
 
 def figures(record: Record) -> dict[str, Any]:
     """Return the figures of a finished run, as JSON. A figure that the run lacks is None."""
-    scores, rewards = [*map(_scores, record.evaluations)], record.series("reward_mean")
-    begin = min((event["time"] for event in record.events), default=record.times[0])
+    scores, rewards = [*map(_scores, record.metrics.evaluations)], record.metrics.series("reward_mean")
+    begin = min((event["time"] for event in record.events), default=record.metrics.times[0])
     alerts_of, age = part_of("alerts", "of_record"), staleness_of(record)
     return {
         "ok": bool(record.summary["ok"]),
@@ -97,8 +97,8 @@ def figures(record: Record) -> dict[str, Any]:
         "staleness": record.summary.get("staleness_max"),
         "bound": record.summary.get("max_staleness"),
         "staleness_mean": None if math.isnan(age) else age,
-        "engine_gap": max((gap for gap in record.series("engine_gap") if not math.isnan(gap)), default=None),
-        "minutes": (record.times[-1] - begin) / 60,
+        "engine_gap": max((gap for gap in record.metrics.series("engine_gap") if not math.isnan(gap)), default=None),
+        "minutes": (record.metrics.times[-1] - begin) / 60,
         "alerts": [alert.name for alert, _ in alerts_of(record)] if alerts_of else [],
         "curve": _thinned(rewards),
     }

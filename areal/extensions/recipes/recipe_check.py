@@ -93,11 +93,11 @@ def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: f
     earlier = {seed["run"]: seed for seed in json.loads(file.read_text())["seeds"]} if file.is_file() else {}
     seeds = []
     for record in records:
-        identity = {"seed": record.config.seed, "run": record.records[-1]["run"]}
+        identity = {"seed": record.configuration.load().seed, "run": record.metrics.records[-1]["run"]}
         seeds.append(earlier.get(identity["run"]) or identity | {"made_on": machine()} | figures(record))
     if not archive.exists():
         export_run(records[0].folder, archive, most_mb)
-    config, model = records[0].config, Path(records[0].settings["model"]).name
+    config, model = records[0].configuration.load(), Path(records[0].configuration.settings["model"]).name
     source = config.data.source or config.data.named
     data = Path(source).name if Path(source).is_absolute() else source
     what = {"recipe": name, "model": model, "data": data, "steps": config.steps}

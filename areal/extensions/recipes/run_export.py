@@ -52,14 +52,14 @@ def export_run(folder: Path, out: Path, most_mb: float, audit: Path | None = Non
     record = Record(folder)
     if not record.ending:
         raise UserError(f"The run in {folder} is not over, it has no {SUMMARY}: export it once it is.")
-    exported = _Exported(record, most_mb * 1e6, Redaction(folder, record.model))
+    exported = _Exported(record, most_mb * 1e6, Redaction(folder, record.configuration.model))
     exported.add("the account", lambda: dict(exported.account(audit)), required=True)
     exported.add("the model", exported.model)
     exported.add("the rollouts", lambda: dict(exported.rollouts()))
     checkpoints = record.checkpoints.folders
     for checkpoint in [*checkpoints[-1:], *checkpoints[:-1]]:
-        exported.add_checkpoint(checkpoint, is_end=checkpoint == record.checkpoints.of(record.trained))
-    facts = {"format": FORMAT_VERSION, "name": record.name, "steps": record.trained, "made_on": machine()}
+        exported.add_checkpoint(checkpoint, is_end=checkpoint == record.checkpoints.of(record.metrics.trained))
+    facts = {"format": FORMAT_VERSION, "name": record.name, "steps": record.metrics.trained, "made_on": machine()}
     write_archive(out, facts | {"left_out": exported.left_out}, exported.files)
     return exported.left_out
 
@@ -113,7 +113,7 @@ class _Exported:
         return content
 
     def model(self) -> Part:
-        folder = Path(self._record.model)
+        folder = Path(self._record.configuration.model)
         if not folder.is_dir():
             raise LeftOutError(f"it is not here: {self._redaction.text(str(folder))}")
         return self._folder(folder, f"run/models/{folder.name}")

@@ -29,7 +29,7 @@ def score(options: Namespace) -> int:
     from areal.config.scoring import ScoringConfig
     from areal.extensions.scoring.check_data import check_file
     from areal.extensions.scoring.score import score_file
-    from areal.rewards.functions import check, with_groups
+    from areal.rewards.lookup import check, with_groups
 
     defaults = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
     config = load_config(None, [*defaults, *options.overrides], ScoringConfig)

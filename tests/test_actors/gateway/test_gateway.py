@@ -130,9 +130,9 @@ class City:
 
     async def ask_trainer(self, message, answer):
         if isinstance(message, StoreCalls):
-            return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
+            return self.spool.unfinished.put(message.group, 0, message.prompt_index, message.frame.data, message.number)
         if answer is StoredCalls:
-            return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
+            return StoredCalls(frame=np.frombuffer(self.spool.unfinished.calls(message.group, 0), np.uint8))
         if answer is StoredSamples:
             stored = self.samples.get(message.group)
             if stored:
@@ -356,7 +356,7 @@ async def test_a_gateway_that_is_no_part_of_the_run_any_more_says_so_in_the_form
 
 @pytest.mark.parametrize("expires", [True, False])
 async def test_a_session_without_a_call_is_gone_if_it_has_expired_and_else_has_nothing_to_be_rewarded(city, expires):
-    group = city.ledger.open_session("anna:s", "gateway/9#9", 0.0, 60.0)
+    group = city.ledger.sessions.open("anna:s", "gateway/9#9", 0.0, 60.0)
     city.ledger.leases.release("gateway/9#9")
     async with city.gateway() as user:
         await user.gateway.sessions.table.renew()
@@ -438,7 +438,7 @@ async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gat
         first = await user.say("hi", Idempotency_Key="1")
         again = await user.say("hi", Idempotency_Key="1")
         assert text_of(first) == text_of(again) == "hello" and len(city.prompts) == 1
-        assert notes_of(city.spool.calls("s0.0", 0)), "it is stored before it is answered"
+        assert notes_of(city.spool.unfinished.calls("s0.0", 0)), "it is stored before it is answered"
     async with city.gateway(1) as user:
         assert text_of(await user.say("hi", Idempotency_Key="1")) == "hello" and len(city.prompts) == 1
         assert text_of(await user.say("hi", "hello", "how?", Idempotency_Key="2")) == "fine"
@@ -477,7 +477,7 @@ async def test_a_session_that_expires_in_the_ledger_is_served_on_and_not_trained
         await user.say("hi")
         for _ in range(2):  # others fill the steps until its deadline
             for _ in range(2):
-                group = city.ledger.open_session("other", "gateway/9#9", 0.0, 60.0)
+                group = city.ledger.sessions.open("other", "gateway/9#9", 0.0, 60.0)
                 city.ledger.ready(group.group_id, city.ledger.version)
             assert isinstance(city.ledger.next_batch(city.ledger.version), Batch)
             city.ledger.commit(city.ledger.version)
@@ -886,7 +886,9 @@ async def test_fields_that_no_template_shows_are_not_stored(city):
     body = {"model": junk, "tool_choice": {"junk": junk}, "metadata": {"session_id": "s", "more": junk}}
     async with city.gateway() as user:
         assert (await user.ask("chat/completions", body | {"messages": [message]}))[0] == 200
-    assert "nobody" not in notes_of(city.spool.calls("s0.0", 0)) and "hi" in notes_of(city.spool.calls("s0.0", 0))
+    assert "nobody" not in notes_of(city.spool.unfinished.calls("s0.0", 0)) and "hi" in notes_of(
+        city.spool.unfinished.calls("s0.0", 0)
+    )
 
 
 async def test_a_session_takes_no_more_text_than_its_trainer_can_store_with_each_call(city, monkeypatch):
@@ -1078,7 +1080,7 @@ async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats
     async with city.gateway(0) as user:
         for n in range(5):
             texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
-    notes = notes_of(city.spool.calls("s0.0", 0))
+    notes = notes_of(city.spool.unfinished.calls("s0.0", 0))
     assert [notes.count(text) for text in texts[:-2:2]] == [1] * 5
     async with city.gateway(1) as user:
         assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
@@ -1235,7 +1237,7 @@ async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and
         go_on.set()
         assert (await reward)[1]["state"] == "ready" and text_of(await new) == "new"
     (trained,) = city.trained.values()
-    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.leases.left_sessions()) == 1
+    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.sessions.ownerless()) == 1
 
 
 async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward_is_gone(city):
@@ -1316,7 +1318,7 @@ async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_r
         while not city.samples:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
         reward.cancel()
-    assert city.ledger.leases.left_sessions() == ["s0.0"] and not city.ledger.state.groups.count(GroupState.READY)
+    assert city.ledger.sessions.ownerless() == ["s0.0"] and not city.ledger.state.groups.count(GroupState.READY)
     async with city.gateway(1) as user:
         assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
         assert (await user.reward(-1, id="b"))[0] == 409
@@ -1433,9 +1435,9 @@ async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_w
             with pytest.raises(RefusedError, match="gateway/0#2 goes on with s0.0"):
                 await ask("gateway/0#1", late)
         await ask("gateway/0#2", saves[2])
-        assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
+        assert spool.unfinished.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
     spool.forget(["s0.0"])
-    assert spool.ids() == [] and spool.holder("s0.0") == ""
+    assert spool.ids() == [] and spool.unfinished.holder("s0.0") == ""
 
 
 def trained() -> Trajectory:
@@ -1481,7 +1483,7 @@ async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an
 
 
 async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_not_heard_of_it(city):
-    group = city.ledger.open_session("anna:s", "gateway/0#0", 0.0, 60.0)
+    group = city.ledger.sessions.open("anna:s", "gateway/0#0", 0.0, 60.0)
     city.ledger.ready(group.group_id, 0)
     expired = DiscardSession(session="anna:s", group=group.group_id, reason="expired")
     assert (await city.ask_master("gateway/0#0", expired, SessionDiscarded)).count == 0

@@ -19,7 +19,7 @@ from support.small_disks import fill_disk, mounted_small_disk
 from actors.master import farewell
 from areal.storage import disk
 from areal.storage import journal as journal_module
-from areal.storage.journal import Journal
+from areal.storage.journal import JournalTransaction
 from areal.storage.run_folder import RunFolder
 from protocols.bus_errors import PreparingError
 from protocols.membership_messages import AskSnapshot, AskStatus, DiskShortage, Shutdown
@@ -69,7 +69,7 @@ async def test_who_stops_a_run_on_a_disk_that_takes_nothing_at_all_is_heard_by_i
         events = (await manager.ask(AskSnapshot())).events
         subscriber = manager.bus.subscribe(events, lambda sequence, event: heard.append(event))
         await asyncio.sleep(0.5)  # a subscription takes its time
-        monkeypatch.setattr(Journal, "_write", refuse)
+        monkeypatch.setattr(JournalTransaction, "write", refuse)
         monkeypatch.setattr(RunFolder, "write_summary", refuse)
         with pytest.raises(PreparingError, match="read-only"):
             while True:
@@ -82,8 +82,10 @@ async def test_who_stops_a_run_on_a_disk_that_takes_nothing_at_all_is_heard_by_i
 
 async def test_a_master_whose_disk_does_not_answer_is_heard_and_goes_on_with_it(config, monkeypatch):
     monkeypatch.setattr(journal_module, "SILENT_SECONDS", 0.05)
-    answers, write = threading.Event(), Journal._write
-    monkeypatch.setattr(Journal, "_write", lambda self, *changes: answers.wait() and write(self, *changes))
+    answers, write = threading.Event(), JournalTransaction.write
+    monkeypatch.setattr(
+        JournalTransaction, "write", lambda self, connection: answers.wait() and write(self, connection)
+    )
     answers.set()
     async with master_of(without_evaluation(config)), callers(config, "rollout_manager") as (manager,):
         answers.clear()

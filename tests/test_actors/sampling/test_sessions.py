@@ -955,7 +955,7 @@ async def test_a_workflow_of_the_user_s_may_ask_a_scorer_for_log_probs():
     cluster = Cluster(generator(0))
     settings = {"scorers": {"wise": {"model": "m"}}, "rollout_manager": {"workflow": "mine.py:play"}}
     config = Config(**cluster.config.model_dump() | settings)
-    assert config.started_scorers == ["wise"]
+    assert config.scorer_uses.started == ["wise"]
     with pytest.raises(UserError, match="the scorer 'wise' is not used"):
         Config(**config.model_dump() | {"rollout_manager": {"workflow": "single_turn"}})
 

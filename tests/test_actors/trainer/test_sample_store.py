@@ -69,19 +69,23 @@ def test_a_sample_without_the_routes_or_kept_words_of_its_tokens_is_refused_wher
 
 
 @pytest.mark.parametrize(("prompt_index", "samples"), [(-1, 1), (0, 1), (0, 2)])
-async def test_a_sample_that_is_forgotten_while_it_is_stored_is_not_accepted(tmp_path, prompt_index, samples):
+async def test_a_sample_that_is_forgotten_while_it_is_stored_is_not_accepted(
+    monkeypatch, tmp_path, prompt_index, samples
+):
     """A session has expired; after a checkpoint another thread removes its payload."""
+    spool, nothing = Spool(sqlite3.connect(":memory:", check_same_thread=False)), cast(Any, None)
+    write = spool._file.store
 
-    class Hurried(Spool):
-        def _store(self, changes: Any) -> None:
-            super()._store(changes)
-            self.forget(["g"])
+    def write_and_forget(changes: Any) -> None:
+        write(changes)
+        spool.forget(["g"])
+
+    monkeypatch.setattr(spool._file, "store", write_and_forget)
 
     async def ask_master(*_: Any) -> Any:
         pytest.fail("the master is asked about a group that is not stored")
 
     config: Any = SimpleNamespace(trainer=TrainerConfig(), keeps_words=False, pictures_folder=tmp_path, group_size=2)
-    spool, nothing = Hurried(sqlite3.connect(":memory:", check_same_thread=False)), cast(Any, None)
     store = SampleStore(config, 100, spool, nothing, on_disk, ask_master)
     frame = np.frombuffer(SAMPLE.frame(), np.uint8)
     parts = tuple(ScoredSample(place=place, frame=frame) for place in range(samples))

@@ -7,6 +7,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from actors.watching.dashboard import application
 from areal.extensions.desk.run_view import RunView
 from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import LedgerSettings, LedgerState, event_record
 from areal.storage.journal import Journal
 
@@ -25,10 +26,10 @@ async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_i
     (tmp_path / "config.yaml").touch()
     journal = Journal.open(tmp_path / "journal.db")
     ledger = Ledger(LedgerState(SETTINGS))
-    journal.compact({"ledger": ledger.state.dump()})
+    journal.compact({"ledger": snapshot_of(ledger.state)})
     ledger.state.journal = lambda event: journal.append(*event_record(event))
     for name in ("anna:first", "anna:<b>", "bert:third"):
-        group = ledger.open_session(name, "gateway/0#1", 0.0, 60.0)
+        group = ledger.sessions.open(name, "gateway/0#1", 0.0, 60.0)
         if name != "anna:<b>":
             ledger.ready(group.group_id, ledger.version)
             journal.append("rewarded", {"group": group.group_id, "mean": 0.5})

@@ -148,7 +148,7 @@ def served(tmp_path: Path) -> Config:
     folder, state = RunFolder(config, journal.run), RunState(config, journal)
 
     def session(number: int, rewarded: bool = True) -> None:
-        group = state.ledger.open_session(f"anna:{number}", "gateway", 0.0, 60.0)
+        group = state.ledger.sessions.open(f"anna:{number}", "gateway", 0.0, 60.0)
         if rewarded:
             ready(state, spool, group.group_id)
 
@@ -239,8 +239,8 @@ def test_groups_that_the_spool_has_lost_are_generated_anew(config, loss):
     if loss == "a flipped bit":
         group = held[:1]
         opened = Spool.open(spool)
-        opened._connection.execute("UPDATE parts SET crc = crc + 1 WHERE id = ?", group)
-        opened._connection.commit()
+        opened._file.connection.execute("UPDATE parts SET crc = crc + 1 WHERE id = ?", group)
+        opened._file.connection.commit()
         with pytest.raises(SpoolDamage, match=rf"--resume {config.folder} --from-step 4\.$"):
             opened.get(group)
         opened.close()

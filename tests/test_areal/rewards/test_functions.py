@@ -15,7 +15,7 @@ from areal.config.data_section import DataConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data.sources import open_source
 from areal.extensions.environments import reasoning_tasks
-from areal.rewards.functions import check, check_groups, find, resolve, with_groups
+from areal.rewards.lookup import check, check_groups, find, resolve, with_groups
 from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal.base import limits
 from areal.rewards import final_answer, math_answers
-from areal.rewards.functions import resolve
+from areal.rewards.lookup import resolve
 from areal.rewards.result import RewardError
 
 BY_KIND = Path(__file__).with_name("math_answers_by_kind.txt").read_text().splitlines()

@@ -25,8 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from areal.staleness import ledger_snapshot
 from areal.staleness.invariants import check_invariants
-from areal.staleness.ledger import Leases, Ledger, ReportAnswer, RunEnded, Schedule, Waiting, schedulable
+from areal.staleness.leases import Leases
+from areal.staleness.ledger import Ledger, ReportAnswer, RunEnded, Schedule, Waiting, schedulable
+from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,
@@ -92,12 +95,14 @@ def replay(events: list[Event], settings: LedgerSettings) -> Ledger:
 
 
 def load(dump: dict[str, Any]) -> Ledger:
-    return Ledger(LedgerState.load(dump))
+    return Ledger(ledger_snapshot.state_of(dump))
 
 
 def unbatched(ledger: Ledger) -> list[LedgerGroup]:
     """The groups that are in no batch, earliest deadline first."""
-    groups = [group for row in ledger.state.dump()["groups"] if (group := ledger.state.groups.get(row["group_id"]))]
+    groups = [
+        group for row in snapshot_of(ledger.state)["groups"] if (group := ledger.state.groups.get(row["group_id"]))
+    ]
     groups = [group for group in groups if group.state is not GroupState.BATCHED]
     return sorted(groups, key=lambda group: (group.deadline, group.prompt_index, group.group_id))
 
@@ -223,7 +228,7 @@ def test_the_row_of_a_prompt_is_chosen_once_and_outlives_replays_dumps_and_attem
     ledger.row_of_prompt = lambda prompt: 70 + prompt % 2
     assert [permit.row for permit in ledger.admit("manager/0#1", 3, 0.0, 30.0)] == [70, 71, 70]
     ledger.leases.release("manager/0#1")
-    for copy in (replay(events, ledger.state.settings), load(through_json(ledger.state.dump()))):
+    for copy in (replay(events, ledger.state.settings), load(through_json(snapshot_of(ledger.state)))):
         permits = copy.admit("manager/0#2", 4, 0.0, 30.0)
         rows = [(permit.prompt_index, permit.row) for permit in permits]
         assert rows[:3] == [(0, 70), (1, 71), (2, 70)]
@@ -582,7 +587,7 @@ def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
     finish(ledger, *admit(ledger, 2))
     ledger.next_batch(0)
     assert state_of(replay(events, ledger.state.settings)) == state_of(ledger)
-    loaded = load(ledger.state.dump())
+    loaded = load(snapshot_of(ledger.state))
     assert ledger.state.story("g0.0") and not loaded.state.story("g0.0")
     loaded.commit(0)
     assert not len(loaded.state.groups) and len(ledger.state.groups) == 2, "a dump shares nothing with its ledger"
@@ -682,7 +687,7 @@ def test_many_unfinished_groups_of_one_deadline_hold_a_step_before_that_deadline
 
 
 def open_sessions(ledger: Ledger, n: int, owner: str = "gateway/0#1") -> list[str]:
-    opened = [ledger.open_session(f"user {i}", owner, now=0.0, lease_seconds=LEASE) for i in range(n)]
+    opened = [ledger.sessions.open(f"user {i}", owner, now=0.0, lease_seconds=LEASE) for i in range(n)]
     return [group.group_id for group in opened if group]
 
 
@@ -702,10 +707,10 @@ def test_a_session_with_a_version_that_is_served_begins_with_it_and_expires_by_i
     for _ in range(3):
         finish(ledger, *admit(ledger, 1))
         train(ledger)
-    assert ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
-    group = ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=1)
+    assert ledger.sessions.open("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
+    group = ledger.sessions.open("a", "gateway/0#1", 0.0, LEASE, served=1)
     assert (group.start_version, group.deadline) == (1, 3)
-    assert ledger.open_session("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
+    assert ledger.sessions.open("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
     assert ledger.started(group.group_id, "gateway/0#1", 2) is ReportAnswer.UNCHANGED
     assert ledger.ready(group.group_id, 2) is ReportAnswer.ACCEPTED
     assert train(ledger) == (group.group_id,) and ledger.commit(3).staleness == (1,), "users have got a newer one"
@@ -760,12 +765,14 @@ def test_a_session_outlives_its_owner_and_is_adopted_once():
     ledger = make(max_sessions=1)
     (session,) = open_sessions(ledger, 1, "gateway/0#1")
     ledger.leases.expire(now=LEASE)
-    assert ledger.leases.left_sessions() == [session] and ledger.leases.renew(
-        "gateway/0#1", [session], 40.0, LEASE
-    ) == [session]
-    assert [group.group_id for group in ledger.leases.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [session]
-    assert ledger.leases.adopt([session], "gateway/2#1", 40.0, LEASE) == []
-    assert ledger.leases.release("gateway/1#1") == [session] and ledger.leases.left_sessions() == [session]
+    assert ledger.sessions.ownerless() == [session] and ledger.leases.renew("gateway/0#1", [session], 40.0, LEASE) == [
+        session
+    ]
+    assert [group.group_id for group in ledger.sessions.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [
+        session
+    ]
+    assert ledger.sessions.adopt([session], "gateway/2#1", 40.0, LEASE) == []
+    assert ledger.leases.release("gateway/1#1") == [session] and ledger.sessions.ownerless() == [session]
     ledger.leases.renew_all(50.0, LEASE)
     assert ledger.leases.expire(now=1e9) == [], "nobody holds it"
     assert ledger.ready(session, 0) is ReportAnswer.ACCEPTED, "its samples may have been on their way"
@@ -954,7 +961,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The ledger as it would be if no session was open."""
         ledger = self.from_a_dump()
         ledger.state.journal = None
-        for row in ledger.state.dump()["groups"]:
+        for row in snapshot_of(ledger.state)["groups"]:
             if row["state"] == GroupState.OPEN:
                 ledger.discard(row["group_id"], "as if it had never been")
         return ledger
@@ -1005,7 +1012,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = self.from_a_dump()
 
     def from_a_dump(self) -> Ledger:
-        ledger = load(through_json(self.ledger.state.dump()))
+        ledger = load(through_json(snapshot_of(self.ledger.state)))
         ledger.state.journal = self.ledger.state.journal
         return ledger
 
@@ -1093,7 +1100,7 @@ class SessionMachine(LedgerMachine):
         """age: of the version that users get."""
         served = max(0, self.ledger.version - age)
         for _ in range(n):
-            if group := self.ledger.open_session(name, owner, self.now, LEASE, served):
+            if group := self.ledger.sessions.open(name, owner, self.now, LEASE, served):
                 assert group.group_id not in self.admitted_at and self.ledger.state.groups.of_session(name)[-1] == group
                 self.admitted_at[group.group_id] = served
                 if served < self.ledger.version:
@@ -1101,11 +1108,11 @@ class SessionMachine(LedgerMachine):
                 self.bounds[group.group_id] = self.settings.max_staleness
                 self.leases[group.group_id] = owner
 
-    @precondition(lambda self: self.ledger.leases.left_sessions())
+    @precondition(lambda self: self.ledger.sessions.ownerless())
     @rule(owner=st.sampled_from(OWNERS))
     def adopt(self, owner: str) -> None:
-        for group in self.ledger.leases.adopt(
-            [*self.ledger.leases.left_sessions(), *self.leases], owner, self.now, LEASE
+        for group in self.ledger.sessions.adopt(
+            [*self.ledger.sessions.ownerless(), *self.leases], owner, self.now, LEASE
         ):
             assert group.group_id not in self.leases
             self.leases[group.group_id] = owner
@@ -1139,7 +1146,7 @@ class RolledBackMachine(LedgerMachine):
 
     def remember(self) -> None:
         book = {name: getattr(self, name) for name in self.MOVES_BACK}
-        self.pasts[self.ledger.version] = through_json(self.ledger.state.dump()), deepcopy(book)
+        self.pasts[self.ledger.version] = through_json(snapshot_of(self.ledger.state)), deepcopy(book)
 
     @precondition(lambda self: len(self.pasts) > 1)
     @rule(data=st.data())

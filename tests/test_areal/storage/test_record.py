@@ -38,10 +38,12 @@ def files_in(folder) -> dict[str, tuple[int, bytes]]:
 
 def test_what_a_run_has_written_is_read_and_nothing_is_changed(folder):
     files_before, record = files_in(folder), Record(folder)
-    assert (record.steps, record.trained, record.times) == ([1, 2], 2, [10.0, 20.0])
-    assert record.series("loss") == [0.5, 1.0] and record.evaluations == record.origins == []
-    assert record.settings == {"name": "demo", "model": "quickstart", "steps": 9}
-    assert (record.changed_after(1), record.changed_after(2)) == ({"trainer.lr": 1.0}, {})
+    assert (record.metrics.steps, record.metrics.trained, record.metrics.times) == ([1, 2], 2, [10.0, 20.0])
+    assert (
+        record.metrics.series("loss") == [0.5, 1.0] and record.metrics.evaluations == record.configuration.origins == []
+    )
+    assert record.configuration.settings == {"name": "demo", "model": "quickstart", "steps": 9}
+    assert (record.configuration.changed_after(1), record.configuration.changed_after(2)) == ({"trainer.lr": 1.0}, {})
     assert [event["time"] for event in record.events] == [1.0, 2.0]
     assert (record.versions, record.checkpoints.of(4)) == ([0, 2, 4], record.checkpoints.folders[-1])
     assert record.rollouts.groups_by_step() == {1: 2, 2: 2, 3: 2} and [
@@ -54,20 +56,20 @@ def test_what_a_run_has_written_is_read_and_nothing_is_changed(folder):
 
 def test_steps_are_taken_in_when_that_is_asked_for_and_without_what_is_not_needed(folder):
     record, read = Record(folder, without=["prompts"]), new_steps(folder)
-    assert "prompts" not in record.records[0] and [step["step"] for step in read()] == [1, 2]
+    assert "prompts" not in record.metrics.records[0] and [step["step"] for step in read()] == [1, 2]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(line_of({"step": 3})[9:])
-    assert record.steps == [1, 2], "figures of one page are of the same steps"
-    record.update()
-    assert record.steps == [1, 2, 3] and [step["step"] for step in read()] == [3]
+    assert record.metrics.steps == [1, 2], "figures of one page are of the same steps"
+    record.metrics.update()
+    assert record.metrics.steps == [1, 2, 3] and [step["step"] for step in read()] == [3]
 
 
 def test_settings_are_those_of_now_after_a_resume(folder):
     record = Record(folder)
-    assert record.settings["steps"] == 9
+    assert record.configuration.settings["steps"] == 9
     (folder / "config.yaml").write_text("name: demo\nsteps: 12\n")
     os.utime(folder / "config.yaml", ns=(1, 1))
-    assert record.settings["steps"] == 12
+    assert record.configuration.settings["steps"] == 12
 
 
 def test_a_folder_without_a_run_is_told_and_has_not_begun(tmp_path):

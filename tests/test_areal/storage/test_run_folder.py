@@ -110,11 +110,11 @@ def test_metrics_of_a_bounded_size_are_the_newest_steps_and_whoever_follows_them
     files = [config.folder / name for name in (OLDER[METRICS], METRICS)]
     assert all(0 < file.stat().st_size < 1024 + 256 for file in files)
     steps = [line["step"] for line in metrics_of(config.folder)]
-    assert steps == Record(config.folder).steps == list(range(steps[0], 41)) and steps[0] > 20
+    assert steps == Record(config.folder).metrics.steps == list(range(steps[0], 41)) and steps[0] > 20
     shutil.copy(files[1], files[0])  # as a crash does between the two
     folder = RunFolder(config)
     assert steps_trained(config.folder) == 40
-    assert Record(config.folder).steps == [line["step"] for line in read_records(files[1])]
+    assert Record(config.folder).metrics.steps == [line["step"] for line in read_records(files[1])]
     folder.append_metrics(record(41))
     assert [line["step"] for line in metrics_of(config.folder)][-2:] == [40, 41]
 

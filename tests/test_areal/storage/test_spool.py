@@ -136,13 +136,15 @@ def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_pla
 
 
 @pytest.mark.parametrize("places", [(0,), (0, 2)])
-def test_parts_that_are_forgotten_before_they_are_read_back_are_not_said_to_be_stored(places):
-    class Hurried(Spool):
-        def _store(self, changes):
-            super()._store(changes)
-            self.forget(["g1.0"])  # as another thread may, after a checkpoint
+def test_parts_that_are_forgotten_before_they_are_read_back_are_not_said_to_be_stored(monkeypatch, places):
+    spool = in_memory()
+    store = spool._file.store
 
-    spool = Hurried(sqlite3.connect(":memory:", check_same_thread=False))
+    def store_and_forget(changes):
+        store(changes)
+        spool.forget(["g1.0"])  # as another thread may, after a checkpoint
+
+    monkeypatch.setattr(spool._file, "store", store_and_forget)
     parts = {place: SpoolPart(part, part.trajectories[0].frame()) for place, part in enumerate(parts_of(make_group(1)))}
     assert spool.put_all({place: parts[place] for place in places}, len(places)) == ((), None)
     assert not spool._recent
@@ -161,7 +163,7 @@ def test_what_is_stored_of_a_group_is_told_from_nothing():
 def test_a_group_that_was_just_written_is_not_read_again_and_one_of_before_a_restart_is(path: Path):
     spool, (first, second, third) = Spool.open(path), parts_of(make_group(1))
     statements: list[str] = []
-    spool._connection.set_trace_callback(statements.append)
+    spool._file.connection.set_trace_callback(statements.append)
     for part, place in ((first, 0), (third, 2)):
         put(spool, part, place, 3)
         put(spool, replace(part, id="g1.1"), place, 3)
@@ -204,51 +206,53 @@ def calls_of(*versions: int, notes: str = "") -> bytes:
 
 
 def versions_of(spool: Spool, *key: Any) -> list[int]:
-    calls = spool.calls(*key)
+    calls = spool.unfinished.calls(*key)
     return unpacked(calls)[0].sampled.versions.tolist() if calls else []
 
 
 def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_count(path: Path):
     spool, (first, *_) = Spool.open(path), parts_of(make_group(1))
-    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
-    spool.put_calls("g1.0", 1, 1, calls_of(7))
+    spool.unfinished.put("g1.0", 0, 1, calls_of(5, 6))
+    spool.unfinished.put("g1.0", 1, 1, calls_of(7))
     spool.close()
     spool = Spool.open(path)
-    spool.put_calls("g1.0", 0, 1, calls_of(5, 6, 4))
-    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))  # comes late
-    assert spool.unfinished(1) == {("g1.0", 0): 4, ("g1.0", 1): 7} and versions_of(spool, "g1.0", 0) == [5, 6, 4]
+    spool.unfinished.put("g1.0", 0, 1, calls_of(5, 6, 4))
+    spool.unfinished.put("g1.0", 0, 1, calls_of(5, 6))  # comes late
+    assert spool.unfinished.oldest_versions(1) == {("g1.0", 0): 4, ("g1.0", 1): 7} and versions_of(
+        spool, "g1.0", 0
+    ) == [5, 6, 4]
     assert spool.ids() == ["g1.0"] and spool.samples(1) == {}
     put(spool, first, 0, 3)
-    spool.put_calls("g1.0", 0, 1, calls_of(5, 6, 4, 4))
-    assert spool.unfinished(1) == {("g1.0", 1): 7}
+    spool.unfinished.put("g1.0", 0, 1, calls_of(5, 6, 4, 4))
+    assert spool.unfinished.oldest_versions(1) == {("g1.0", 1): 7}
     spool.forget(["g1.0"])
-    assert spool.ids() == [] and spool.unfinished(1) == {}
+    assert spool.ids() == [] and spool.unfinished.oldest_versions(1) == {}
     spool.close()
 
 
 def test_calls_with_a_higher_number_count_though_they_are_fewer():
     spool = in_memory()
     for number, versions in ((2, (5, 6)), (1, (5, 6, 7)), (3, (5,)), (3, (4,))):
-        spool.put_calls("s1.0", 0, -2, calls_of(*versions), number)
+        spool.unfinished.put("s1.0", 0, -2, calls_of(*versions), number)
     assert versions_of(spool, "s1.0", 0) == [5]
 
 
 def test_the_calls_of_an_earlier_attempt_become_those_of_the_next_one_at_places_that_are_free():
     spool, (first, *_) = in_memory(), parts_of(make_group(1))
     for place in range(3):
-        spool.put_calls("g1.0", place, 1, calls_of(place))
+        spool.unfinished.put("g1.0", place, 1, calls_of(place))
     put(spool, replace(first, id="g1.1"), 0, 3)
-    spool.put_calls("g1.1", 1, 1, calls_of(9, 9))
-    spool.move_calls("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 2), ("g1.0", 7)])
-    assert spool.unfinished(1) == {("g1.0", 0): 0, ("g1.0", 1): 1, ("g1.1", 1): 9, ("g1.1", 2): 2}
+    spool.unfinished.put("g1.1", 1, 1, calls_of(9, 9))
+    spool.unfinished.move("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 2), ("g1.0", 7)])
+    assert spool.unfinished.oldest_versions(1) == {("g1.0", 0): 0, ("g1.0", 1): 1, ("g1.1", 1): 9, ("g1.1", 2): 2}
     assert versions_of(spool, "g1.1", 2) == [2]
 
 
 @pytest.mark.parametrize("change", ["frame = zeroblob(length(frame))", "oldest = 1", "place = 1"])
 def test_damaged_calls_are_none(change):
     spool = in_memory()
-    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
-    spool._connection.execute(f"UPDATE unfinished SET {change}")
+    spool.unfinished.put("g1.0", 0, 1, calls_of(5, 6))
+    spool._file.connection.execute(f"UPDATE unfinished SET {change}")
     assert versions_of(spool, "g1.0", 0) == versions_of(spool, "g1.0", 1) == []
 
 
@@ -290,7 +294,7 @@ def test_forgotten_groups_are_gone_and_unknown_ones_are_no_matter():
 def test_once_it_is_scrubbed_nothing_of_what_was_forgotten_stands_in_any_file_of_the_spool(path: Path):
     with closing(Spool.open(path)) as spool:
         for number in range(3):
-            spool.put_calls(f"s{number}.0", 0, -2 - number, calls_of(5, notes=f"secret of session {number}"))
+            spool.unfinished.put(f"s{number}.0", 0, -2 - number, calls_of(5, notes=f"secret of session {number}"))
 
         def texts() -> list[bool]:
             content = b"".join(file.read_bytes() for file in path.parent.iterdir())
@@ -334,10 +338,10 @@ def test_any_thread_may_call(path: Path):
 def test_what_several_threads_store_while_the_disk_is_busy_is_one_commit(path: Path):
     spool, parts = Spool.open(path), parts_of(make_group(1))
     statements: list[str] = []
-    spool._connection.set_trace_callback(statements.append)
-    with ThreadPoolExecutor(3) as threads, spool._lock:
+    spool._file.connection.set_trace_callback(statements.append)
+    with ThreadPoolExecutor(3) as threads, spool._file.lock:
         futures = [threads.submit(put, spool, part, place, 3) for place, part in enumerate(parts)]
-        while len(spool._waiting) < 3:
+        while len(spool._file._waiting) < 3:
             pass
     assert all(bits(future.result()) == bits(make_group(1)) for future in futures)
     assert statements.count("COMMIT") == 1
@@ -403,7 +407,7 @@ def test_what_a_full_disk_refused_is_not_stored_with_what_another_stores_later()
     for _ in range(3):  # as a trainer repeats it while its disk is full
         with pytest.raises(SpoolError, match="full"):
             put(spool, make_group(0, (20_000,)))
-    assert not spool._waiting
+    assert not spool._file._waiting
     connection.execute("PRAGMA max_page_count = 100000")
     put(spool, make_group(1))
     assert spool.ids() == ["g1.0"]
@@ -433,9 +437,9 @@ def test_while_a_disk_fills_each_of_several_threads_stores_its_group_or_is_told(
 def test_what_one_thread_cannot_store_takes_nothing_of_another_with_it():
     spool = in_memory()
     with ThreadPoolExecutor(1) as threads:
-        with spool._lock:
+        with spool._file.lock:
             waiting = threads.submit(put, spool, make_group(1))
-            while not spool._waiting:
+            while not spool._file._waiting:
                 time.sleep(0.001)
             with pytest.raises(OverflowError):
                 put(spool, replace(make_group(2), prompt_index=1 << 70))
@@ -478,10 +482,10 @@ def test_a_flipped_bit_in_a_group_is_found_and_named(path: Path, place: int):
     spool = Spool.open(path)
     for number in range(3):
         put(spool, make_group(number, (100,)))
-    (blob,) = spool._connection.execute("SELECT frame FROM parts WHERE id = 'g1.0'").fetchone()
+    (blob,) = spool._file.connection.execute("SELECT frame FROM parts WHERE id = 'g1.0'").fetchone()
     flipped = bytearray(blob)
     flipped[place] ^= 0x40
-    spool._connection.execute("UPDATE parts SET frame = ? WHERE id = 'g1.0'", (bytes(flipped),))
+    spool._file.connection.execute("UPDATE parts SET frame = ? WHERE id = 'g1.0'", (bytes(flipped),))
     assert [group.id for group in spool.get(["g0.0", "g2.0"])] == ["g0.0", "g2.0"]
     with pytest.raises(UserError, match=f"The spool {path} is damaged .group g1.0 does not have the checksum"):
         spool.get(["g0.0", "g1.0"])
@@ -515,7 +519,7 @@ def test_a_spool_of_an_earlier_version_has_the_defaults_of_the_columns_that_it_l
     for _ in range(2):
         spool = Spool.open(path)
         assert [bits(group) for group in spool.get(["g1.0"])] == [bits(make_group(1))]
-        assert set(spool._select("SELECT novelty FROM parts")) == {(value,)}
+        assert set(spool._file.select("SELECT novelty FROM parts")) == {(value,)}
         spool.close()
 
 

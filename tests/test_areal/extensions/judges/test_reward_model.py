@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from areal.rewards.functions import resolve
+from areal.rewards.lookup import resolve
 from areal.rewards.result import RewardError
 
 

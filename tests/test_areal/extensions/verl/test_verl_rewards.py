@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from areal.base.errors import UserError
-from areal.rewards.functions import check, resolve
+from areal.rewards.lookup import check, resolve
 from areal.rewards.result import Result, RewardError, as_result
 
 FOR_VERL = """

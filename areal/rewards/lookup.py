@@ -1,0 +1,213 @@
+"""Finds a reward by its name, and checks before the first call that the reward is called as rewards are.
+
+`functions.py` has the interface of rewards.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from areal.base import extensions
+from areal.base.errors import UserError, explain
+from areal.config.engine_sections import SamplingConfig
+from areal.config.scoring import RewardConfig, ScoringConfig
+from areal.rewards.functions import RewardFunction, Traits
+
+C = TypeVar("C", bound=ScoringConfig)
+NO_OPTIONS: Mapping[str, Any] = {}
+
+
+class RewardForm(Protocol):
+    """How rewards of another library are called: an entry of the kind `reward_form` in the table of extensions."""
+
+    @staticmethod
+    def keywords(parameters: Mapping[str, Any]) -> set[str] | None:
+        """The keywords with which a function with these parameters is called; None: it has not this form."""
+
+    @staticmethod
+    def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+        """A function of prompt, completion and row that calls one of this form, which has these parameters."""
+
+
+def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
+    """The reward called `name`. A class is instantiated with `options`. Raises UserError.
+
+    Slow imports of the reward are done here, so that its first call is not slower than the others.
+    """
+    target = check(name, options)
+    if warm := _hook(target, "warm"):
+        warm()
+    return of_object(name, _make(name, target, options) if inspect.isclass(target) else target)
+
+
+def of_object(name: str, target: Any) -> RewardFunction:
+    """The reward that is a function, an object with a method `score` or `group_score`, or a class of such objects.
+    Raises UserError if it is not called as rewards are."""
+    instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
+    function = instance if inspect.isroutine(instance) else _method(instance) or instance
+    if not callable(function):
+        raise UserError(f"reward {name!r} is {target!r:.60}: give a function (prompt, completion, row)")
+    _check_call(name, function)
+    return as_reward(instance, function)
+
+
+def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
+    """The reward whose calls are those of `function`. instance: has its attributes."""
+    parameters = _parameters(function)
+    if form := _form_of(parameters):
+        function, parameters = form.adapted(function, parameters), {}
+    concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
+    deterministic = getattr(instance, "deterministic", True)
+    groups = _takes_groups(parameters)
+    return RewardFunction("tokens" in parameters and not groups, deterministic, concurrent, groups, function)
+
+
+def judge_by(
+    answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
+) -> RewardFunction:
+    """The judge called `name`, whose model is in a run. answer: returns its model's answer to a text, how many
+    tokens both have, and whether it was cut. Raises UserError."""
+    kind: Any = find(name)
+    judge: Any = _make(name, kind, options)
+    judge.answer = partial(answer, judge.sampling)
+    return of_object(name, judge)
+
+
+def with_groups(config: C) -> C:
+    """`config` whose `reward.groups` has the served rewards that score a group at once. Raises UserError."""
+    kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
+    groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
+    groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
+
+
+def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
+    """Raises UserError if another one of these rewards scores groups than `config` says."""
+    for name, reward in rewards.items():
+        if reward.groups != (name in config.groups):
+            fact, entry = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
+            raise UserError(
+                f"reward {name!r} {fact} all completions of a group at once, but the reward.groups of the run {entry}: "
+                f"correct reward.groups"
+            )
+
+
+def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
+    """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
+    target: Any = find(name)
+    is_class = inspect.isclass(target)
+    if options and not is_class:
+        raise UserError(f"reward {name!r} has options (reward.options, key=value), but is a function: make it a class")
+    if is_class:
+        with explain(
+            TypeError,
+            f"reward {name!r}: {{why}}: its options are {_names(_parameters(target))}; correct them in reward.options, "
+            f"or give them to its actor as key=value",
+        ):
+            inspect.signature(target).bind(**options)
+        if getattr(target, "checks_options", False):
+            _make(name, target, options)
+    return target
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function or class called `name`. Raises UserError if there is none, or if it is not called as rewards are."""
+    target = _find(name)
+    is_class = inspect.isclass(target)
+    if not callable(_method(target) if is_class else target):
+        kind = "a class without a method score" if is_class else f"of type {type(target).__name__}"
+        raise UserError(f"reward {name!r} is {kind}: name a function, or a class with score(prompt, completion, row)")
+    _check_call(name, target)
+    return target
+
+
+def _check_call(name: str, target: Any) -> None:
+    """target: a class, or what is called. Raises UserError."""
+    is_class = inspect.isclass(target)
+    function = _method(target) if is_class else target
+    parameters = _parameters(function)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(f"reward {name!r} yields: have it return its score")
+    groups = _takes_groups(parameters)
+    if "completions" in parameters and not groups:
+        raise UserError(
+            f"reward {name!r} takes lists, as rewards of TRL do: write it for one completion, "
+            f"def reward(prompt, completion, row), or for a group, def group_score(prompt, completions, rows) "
+            f"(areal docs rewards)"
+        )
+    bound = is_class and not isinstance(
+        inspect.getattr_static(target, _method_name(target)), staticmethod | classmethod
+    )
+    order: tuple[str, ...] = ("prompt", "completions", "rows") if groups else ("prompt", "completion", "row")
+    called = f"it is called with {', '.join(order[:2])} and {order[2]}"
+    values: tuple[Any, ...] = ("", "", {})
+    keywords: dict[str, Any] = {"tokens": ()} if "tokens" in parameters and not groups else {}
+    if form := _form_of(parameters):
+        order, values, keywords = (), (), dict.fromkeys(form.keywords(parameters) or ())
+    try:
+        inspect.signature(function).bind(*[None] * bound, *values, **keywords)
+    except ValueError:  # not written in Python, without a signature: the first call will show
+        return
+    except TypeError as error:
+        tokens = "" if groups else ", and with tokens if it has a parameter of that name"
+        raise UserError(f"reward {name!r}: {error}: {called}{tokens}") from None
+    taken = [*parameters][bound:]
+    if any(argument in taken and taken.index(argument) != place for place, argument in enumerate(order)):
+        raise UserError(f"reward {name!r}: {called}, in this order: write its parameters so")
+
+
+def hook(name: str, kind: str) -> Callable[..., Any] | None:
+    """A hook of a reward of the table, None if there is none."""
+    entry = extensions.entry("reward", name.partition("/")[0])
+    return _hook(entry.load(), kind) if entry else None
+
+
+def _hook(target: Any, kind: str) -> Callable[..., Any] | None:
+    named = inspect.getattr_static(target, kind, None)
+    is_hook = callable(named) if inspect.isroutine(target) else isinstance(named, staticmethod)
+    return getattr(target, kind) if is_hook else None
+
+
+def _method_name(target: Any) -> str:
+    """The name of the method of a class or an object that is called."""
+    return "group_score" if hasattr(target, "group_score") else "score"
+
+
+def _method(target: Any) -> Any:
+    """What is called of a class or an object; None if it is no reward."""
+    return getattr(target, _method_name(target), None)
+
+
+def _form_of(parameters: Mapping[str, Any]) -> RewardForm | None:
+    forms = extensions.find_own("reward_form")
+    return next((form for form in forms if form.keywords(parameters) is not None), None)
+
+
+def _takes_groups(parameters: Mapping[str, Any]) -> bool:
+    return {"completions", "rows"} <= parameters.keys()
+
+
+def _find(name: str) -> Any:
+    return extensions.find("reward", name if ":" in name else name.partition("/")[0])
+
+
+def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    if getattr(kind, "checks_options", False):
+        with explain(UserError, f"reward {name!r}: {{why}}"):
+            return kind(**options)
+    # The user's own code may raise anything.
+    with explain(Exception, f"reward {name!r} could not be made with the options {_names(options)}: {{why}}"):
+        return kind(**options)
+
+
+def _names(options: Iterable[str]) -> str:
+    """Without the values, one of which may be a secret."""
+    return ", ".join(options) or "none"
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    with suppress(ValueError):
+        return inspect.signature(function).parameters
+    return {}  # some functions that are not written in Python have no signature

@@ -1,0 +1,54 @@
+"""The snapshot of the ledger's state: all of it but the story of the groups, fit for JSON."""
+
+from collections import Counter
+from typing import Any
+
+from areal.base.fields import with_defaults
+from areal.staleness.ledger_state import (
+    Batch,
+    Counters,
+    GroupState,
+    LedgerGroup,
+    LedgerSettings,
+    LedgerState,
+    QueuedPrompt,
+    StepRecord,
+    fields_of,
+    with_tuples,
+)
+
+
+def snapshot_of(state: LedgerState) -> dict[str, Any]:
+    """Return the snapshot of a state, from which `state_of` restores the state without the events so far."""
+    batch = state.steps.batch
+    return {
+        "settings": fields_of(state.settings),
+        "version": state.version,
+        "next_prompt": state.prompts.next_prompt,
+        "next_session": state.prompts.next_session,
+        "counters": fields_of(state.counters)
+        | {"discarded": dict(state.counters.discarded), "requeued": dict(state.counters.requeued)},
+        "groups": [fields_of(group) for group in state.groups],
+        "requeued": [fields_of(prompt) for prompt in state.prompts.requeued],
+        "batch": None if batch is None else fields_of(batch),
+        "steps": [fields_of(step) | {"batch": fields_of(step.batch)} for step in state.steps],
+    }
+
+
+def state_of(snapshot: dict[str, Any]) -> LedgerState:
+    """Return the state of a snapshot, which may have been through JSON. The story starts empty. Fields that the
+    snapshot lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does not know."""
+    state = LedgerState(LedgerSettings(**snapshot["settings"]))
+    snapshot = with_defaults(snapshot, snapshot_of(state))
+    state.version = snapshot["version"]
+    state.prompts.next_prompt, state.prompts.next_session = snapshot["next_prompt"], snapshot["next_session"]
+    counts = snapshot["counters"]
+    state.counters = Counters(**counts | {name: Counter(counts.get(name)) for name in ("discarded", "requeued")})
+    for row in snapshot["groups"]:
+        state.groups.add(LedgerGroup(**row | {"state": GroupState(row["state"])}))
+    state.prompts.requeued.extend(QueuedPrompt(**prompt) for prompt in snapshot["requeued"])
+    state.steps.batch = None if snapshot["batch"] is None else Batch(**with_tuples(snapshot["batch"]))
+    for step in snapshot["steps"]:
+        batch = Batch(**with_tuples(step["batch"]))
+        state.steps.keep(StepRecord(batch, tuple(step["staleness"]), tuple(step["prompts"])))
+    return state
