@@ -1,4 +1,4 @@
-"""Child processes that lead a group of their own, which ends as a whole."""
+"""Child processes. Each child leads its own process group, and the whole group is ended together."""
 
 import asyncio
 import os
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def kill_group(process: subprocess.Popen[Any] | asyncio.subprocess.Process) -> None:
-    """Kill a child, if it has not ended meanwhile, and the processes that it has left behind in its group."""
+    """Kill the child, unless it has ended, and the processes left behind in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 class Output:
-    """What a program prints: all of it, or the first and last bytes, `most_bytes` together, around a mark."""
+    """The output of a program: all bytes, or the first and the last bytes, `most_bytes` together, around a mark."""
 
     def __init__(self, most_bytes: int) -> None:
         self._last_bytes = most_bytes // 2
         self._first_bytes = most_bytes - self._last_bytes
         self._first, self._last = bytearray(), bytearray()
         self.missing = 0
-        """Bytes that are left out."""
+        """The number of bytes that are left out."""
 
     def add(self, part: bytes) -> None:
         room = self._first_bytes - len(self._first)
@@ -38,7 +38,7 @@ class Output:
 
 
 async def finish(*command: str, stdin: bytes = b"", seconds: float, most_bytes: int = 0) -> tuple[int | None, bytes]:
-    """Run a program. Returns its exit status (None: killed after `seconds`) and what it printed (`Output`)."""
+    """Run a program. Return its exit status (None: killed after `seconds`) and its `Output` as bytes."""
     pipe, nothing, printed = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, Output(most_bytes)
     process = await asyncio.create_subprocess_exec(
         *command,

@@ -1,4 +1,4 @@
-"""What the tools of `areal` share: how a room declares its own in its `commands.py`, and where they print."""
+"""The parts that the tools of `areal` share: their declaration in a room's `commands.py`, and where they print."""
 
 import shlex
 import shutil
@@ -19,7 +19,7 @@ OVERRIDES: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
 
 
 def typed(words: str) -> str:
-    """The command `areal WORDS` as it works in the user's shell: with the path of the program if PATH lacks it."""
+    """Return the command `areal WORDS` for the user's shell, with the path of the program if PATH lacks it."""
     program, named = Path(sys.executable).with_name("areal"), shutil.which("areal")
     if not program.exists():
         return f"{shlex.quote(sys.executable)} -m areal {words}"
@@ -31,22 +31,22 @@ def typed(words: str) -> str:
 
 
 class RoomTools(NamedTuple):
-    """The tools of a room. parsers: what `add_subparsers` returns."""
+    """The tools of a room. parsers: the result of `add_subparsers`."""
 
     room: str
     parsers: Any
 
     def add(self, name: str, function: str, summary: str, epilog: str | None = None) -> ArgumentParser:
-        """Declare `areal NAME`. function: MODULE:FUNCTION of the room, imported when the tool is used. It gets the
-        options and returns the exit status, or None for 0."""
+        """Declare `areal NAME`. function: MODULE:FUNCTION of the room, imported when the tool is used. The function
+        gets the options, and returns the exit status or None for 0."""
         parser: ArgumentParser = self.parsers.add_parser(name, help=summary, description=summary, epilog=epilog)
         parser.set_defaults(tool=f"{self.room}.{function}")
         return parser
 
 
 def output(width: int) -> "Console":
-    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
-    as they are: `[/INST]` in a setting is no markup, and no text that is printed can steer the terminal."""
+    """Return a console on standard output, `width` columns wide if stdout is no terminal: tables would be cut to 80.
+    Texts are printed as they are: `[/INST]` in a setting is no markup, and no printed text can steer the terminal."""
     from rich.console import Console
 
     class ShownConsole(Console):

@@ -1,4 +1,4 @@
-"""Mistakes by the user, and errors that are told as such."""
+"""Errors that are mistakes of the user, and sentences in place of errors of libraries."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ Causes = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class UserError(Exception):
-    """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
+    """A mistake by the user. The message is one sentence, which names the mistake, the place and the remedy."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: the sentence alone."""
+        """Return the lines that a notebook shows: the sentence alone."""
         return [f"UserError: {self}"]
 
 
 class ToolError(Exception):
-    """A tool failed, and with it the sample that uses the tool. `cause`: what is reported to the master; "row" if
-    another attempt at the row would fail as well."""
+    """A tool failed, and the sample that uses the tool fails with it. `cause`: reported to the master; "row" if another
+    attempt at the row would fail as well."""
 
     cause: Literal["sandbox", "row"] = "sandbox"
 
@@ -29,10 +29,15 @@ NOT_PERMITTED = "This user has no right to do that ({why}): start it as the owne
 
 @contextmanager
 def explain(causes: Causes, message: str, error: Callable[[str], Exception] = UserError) -> Iterator[None]:
-    """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.
+    """Raise `error` in place of an error of the kinds `causes`. In `message`, `{why}` stands for the text of the cause
+    in one line, and `{strerror}` for the operating system's text, if the message names the file itself.
 
-    If they are errors of all kinds, as of the user's code, their type comes first. `{strerror}` stands for what the
-    system says, for a message that names the file itself.
+    If `causes` has Exception, as for the user's code, `{why}` begins with the type of the cause.
+
+        >>> with explain(KeyError, "the row has no column {why}: add it"):
+        ...     {}["answer"]
+        Traceback (most recent call last):
+        areal.base.errors.UserError: the row has no column 'answer': add it
     """
     try:
         yield

@@ -3,29 +3,29 @@
 | kind | the object |
 |---|---|
 | `workflow` | a workflow (`areal.workflows.builtin`) |
-| `tool` | a function of `areal.workflows.tools.Tools` that returns what `session.tool(NAME)` gives |
+| `tool` | a function of `areal.workflows.tools.Tools`, with the result of `session.tool(NAME)` |
 | `environment` | a class (`areal.extensions.environments`) |
 | `provider` | a provider of sandboxes (`areal.extensions.sandboxes.sandbox_owner`) |
 | `reward` | a reward (`areal.rewards.functions`) |
 | `reward_form` | how rewards of another library are called (`areal.rewards.lookup`), of this project alone |
-| `source` | a function that opens a source of rows (`areal.data.sources`) |
+| `source` | a function: opens a source of rows (`areal.data.sources`) |
 | `sampler` | a sampler of rows (`areal.data.samplers`) |
 | `objective` | the loss of an objective (`areal.training.algorithms.objectives`) |
-| `mask` | a function that chooses which tokens of a minibatch an objective keeps, of this project alone |
+| `mask` | a function: chooses the tokens of a minibatch that an objective keeps; of this project alone |
 | `advantage` | an estimator of advantages (`areal.training.algorithms.advantages`) |
-| `division` | a class that divides a model over ranks (`areal.training.division`), of this project alone |
-| `model_check` | a function of `trainer`, the model's folder and the number of ranks that raises UserError |
-| the name of an extension | what the core asks of it, of this project alone |
+| `division` | a class: divides a model over ranks (`areal.training.division`), of this project alone |
+| `model_check` | a function of `trainer`, the model's folder and the number of ranks; raises UserError |
+| the name of an extension | an object that the core needs of the extension, of this project alone |
 | `role` | the class of a role (`actors.runtime.actor.Actor`); of a package: `run.py --role NAME` starts it |
-| `requests` | a class that answers a role at the master (`actors.master.run_control`), of this project alone |
+| `requests` | a class: answers a role at the master (`actors.master.run_control`), of this project alone |
 | `tracker` | a tracker for `observe.trackers` (`areal.extensions.trackers.tracking`) |
-| `launch_target` | a class that submits a run to a scheduler (`areal.extensions.launch.targets`) |
-| `commands` | a function that declares commands of `areal` (`areal.base.command_line`), of this project alone |
+| `launch_target` | a class: submits a run to a scheduler (`areal.extensions.launch.targets`) |
+| `commands` | a function: declares commands of `areal` (`areal.base.command_line`), of this project alone |
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its
-folder. The entries of an installed package are its entry points in the group `areal.extensions`, whose names are
-`KIND.NAME`. An object is imported when it is first looked up. An entry of this project hides an entry of a package with
-the same kind and name.
+folder. The entries of an installed package are entry points in the group `areal.extensions` with names of the form
+`KIND.NAME`. An object is imported at its first look-up. An entry of this project hides a package's entry of equal kind
+and name.
 """
 
 import functools
@@ -48,7 +48,7 @@ _FOLDERS = ("areal/base", "areal/extensions/*", "actors/*")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the table. target: `package.module:object`. source: the folder of this project that has the object,
+    """An entry of the table. target: `package.module:object`. source: the folder of this project with the object,
     or the installed package and its version."""
 
     kind: str
@@ -64,7 +64,7 @@ class Entry:
 
 @functools.cache
 def own_entries() -> dict[tuple[str, str], Entry]:
-    """The entries of this project by kind and name."""
+    """Return the entries of this project by kind and name."""
     entries = {}
     for file in (file for folder in _FOLDERS for file in sorted(_ROOT.glob(f"{folder}/{FILE}"))):
         for kind, named in tomllib.loads(file.read_text(encoding="utf-8")).items():
@@ -91,13 +91,13 @@ def installed_entries() -> tuple[Entry, ...]:
 
 
 def names(kind: str) -> list[str]:
-    """The names of all entries of this kind: of this project, then of installed packages."""
+    """Return the names of all entries of a kind: first the names of this project, then of installed packages."""
     entries = [*own_entries().values(), *installed_entries()]
     return [*dict.fromkeys(entry.name for entry in entries if entry.kind == kind)]
 
 
 def entry(kind: str, name: str) -> Entry | None:
-    """The entry of this kind and name, None if there is none. Raises UserError if two packages have one."""
+    """Return the entry of a kind and name; None without an entry. Raises UserError if two packages have the entry."""
     if (kind, name) in own_entries():
         return own_entries()[kind, name]
     installed = [entry for entry in installed_entries() if (entry.kind, entry.name) == (kind, name)]
@@ -108,11 +108,11 @@ def entry(kind: str, name: str) -> Entry | None:
 
 
 def find(kind: str, name: str, what: str | None = None) -> Any:
-    """Return the object that `name` stands for: an entry of the table, or an object of the user's own, which is named
-    `package.module:object` or `path/to/file.py:object`.
+    """Return the object of `name`: an entry of the table, or a user's object, named `package.module:object` or
+    `path/to/file.py:object`.
 
-    what: the object in messages, such as "The workflow"; the kind by default. Raises UserError if there is no such
-    object, or if it cannot be imported.
+    what: the object in messages, such as "The workflow"; the kind by default. Raises UserError if the
+    object is missing, or cannot be imported.
     """
     if ":" in name:
         return plugins.load(name, what or kind)
@@ -127,9 +127,9 @@ def find(kind: str, name: str, what: str | None = None) -> Any:
 
 
 def need(kind: str, name: str, what: str, extension: str | None = None) -> Entry:
-    """Return the entry that the core asks of one of its extensions, which may have been removed. what: what needs it,
-    in messages. extension: the extension's name; None: it is the kind, or of a role the name. Raises UserError if there
-    is no such entry."""
+    """Return an entry that the core needs of an extension, which the user may have removed. what: the part that needs
+    it, in messages. extension: the extension's name; None: the kind, or the name of the role. Raises UserError if the
+    entry is missing."""
     if not (named := own_entries().get((kind, name))):
         of = extension or (name if kind == "role" else kind)
         raise UserError(f"{what} needs the extension `{of}`, whose folder is missing: put it back, or do without")
@@ -137,13 +137,13 @@ def need(kind: str, name: str, what: str, extension: str | None = None) -> Entry
 
 
 def part_of(extension: str, name: str) -> Any:
-    """The object that an extension of this project has as `name`, None if the extension was removed."""
+    """Return the object that an extension of this project has as `name`; None if the extension was removed."""
     named = own_entries().get((extension, name))
     return named and named.load()
 
 
 def find_own(kind: str) -> list[Any]:
-    """The objects of all entries of this project of this kind."""
+    """Return the objects of all entries of this project of a kind."""
     return [entry.load() for entry in own_entries().values() if entry.kind == kind]
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub where it cannot be reached: its client would try for a minute, and name another cause."""
+"""The Hugging Face hub without a network: the hub's client would try for a minute, and then name another cause."""
 
 import functools
 import os
@@ -12,8 +12,8 @@ CONNECT_SECONDS = 5.0
 
 @functools.cache
 def reach_hub() -> str:
-    """Ask once in a process whether the hub can be reached. If it cannot, this process and its children use what is in
-    the cache, and the return value says why; else it is empty."""
+    """Ask once in a process whether the hub can be reached; return the reason if not, else "". After a failure, this
+    process and its children use the files in the cache."""
     from huggingface_hub import constants
 
     place = urlsplit(constants.ENDPOINT)

@@ -1,8 +1,7 @@
 """Answers a question in a child process with limits of processor time and memory.
 
-Computer algebra can take for ever, or all memory, over ten characters that a language model wrote, also within one
-operation that nothing in Python interrupts. So the question is asked in a child process, forked for it, that the kernel
-ends at its limits.
+Computer algebra can take for ever, or all memory, over ten characters of a language model, even within one operation
+that nothing in Python interrupts. Hence each question gets a forked child, and the kernel ends the child at its limits.
 """
 
 import faulthandler
@@ -14,30 +13,30 @@ from collections.abc import Callable, Sequence
 
 from areal.base.processes import die_with_parent
 
-# Time of the processor, not of the clock: unless a machine is very busy, that does not change an answer.
+# Processor time, not time by the clock: the answer is the same on a busy machine, unless the machine is very busy.
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 1 << 30
-# The longest time of one question by the clock, and of each of several, for which nobody waits.
+# The longest time of a question by the clock: of a single question, and of one among many, for which nobody waits.
 WALL_SECONDS = 5.0
 WALL_SECONDS_OF_MANY = 60.0
-# A child that had this much of the processor by then has no answer, as if it had used up its time: it is more than
-# right answers were seen to need. A child that had less says nothing about the answer: the machine is too busy.
+# A child with this much processor time at the end of WALL_SECONDS has no answer, as if its processor time were used up:
+# right answers were never seen to need as much. A child with less says nothing: the machine is too busy.
 FAIR_SECONDS = 0.5
 
 _READY = b"ready"
 
 
 def limited(question: Callable[[], bool]) -> bool | None:
-    """The answer of the question, asked in a child process; None if it raises an exception or exceeds a limit.
+    """Return the answer of the question, asked in a child process; None if the question raises or exceeds a limit.
 
-    It takes WALL_SECONDS at most. Raises TimeoutError, and ChildProcessError if the child cannot be limited.
+    The call takes WALL_SECONDS at most. Raises TimeoutError, and ChildProcessError if the child cannot be limited.
     """
     return next(iter(_ask_child([question], WALL_SECONDS)), None)
 
 
 def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
-    """As `limited`, for each of the questions. A child process goes on with the next question as long as it lives, and
-    keeps what it has learned; the limit of time is that of one question."""
+    """Answer each question as `limited` does. A child answers question after question while it lives, and keeps what
+    its libraries have learned; the limit of time holds for each question alone."""
     answers: list[bool | None] = []
     while len(answers) < len(questions):
         answers += _ask_child(questions[len(answers) :], WALL_SECONDS_OF_MANY)
@@ -47,7 +46,7 @@ def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
 
 
 def _ask_child(questions: Sequence[Callable[[], bool]], wall_seconds: float) -> list[bool]:
-    """The answers of the questions up to the first that ends its process. wall_seconds: of each by the clock."""
+    """Return the answers up to the first question that ends the child. wall_seconds: per question, by the clock."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -66,10 +65,10 @@ def _ask_child(questions: Sequence[Callable[[], bool]], wall_seconds: float) -> 
 
 
 def _answer(questions: Sequence[Callable[[], bool]], wall_seconds: float, pipe: int, parent: int) -> None:
-    """Writes the answers of the questions, and ends this process, whatever happens."""
+    """Write the answers of the questions, and end this process, whatever happens."""
     try:
         die_with_parent(signal.SIGKILL, parent)
-        gc.disable()  # it would look through, and so copy, all that the parent has
+        gc.disable()  # garbage collection would visit, and by that copy, all memory of the parent
         faulthandler.disable()  # a deep enough formula ends the child, which is no news
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
@@ -83,7 +82,7 @@ def _answer(questions: Sequence[Callable[[], bool]], wall_seconds: float, pipe: 
         os.dup2(nothing, 2)
         os.write(pipe, _READY)
         for question in questions:
-            # By default these signals end the process, within an operation on large integers too.
+            # By default both signals end the process, even within an operation on large integers.
             for timer, sign, seconds in (
                 (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),
                 (signal.ITIMER_REAL, signal.SIGALRM, wall_seconds),

@@ -1,4 +1,4 @@
-"""The address of this machine at which others reach it, and the network interface that the ranks of a trainer use."""
+"""The address of this machine for other hosts, and the network interface for the ranks of a trainer."""
 
 import ipaddress
 import os
@@ -14,11 +14,11 @@ ANYWHERE = "192.0.2.1"
 
 
 def choose_interface(*hosts: str) -> None:
-    """Have gloo listen at the interface towards the first of `hosts` that is not on this one, or else at that of the
-    default route, if this rank's trainer is on several hosts and the user has named none.
+    """Have gloo listen at the interface towards the first of `hosts` that is on another machine, or at the interface of
+    the default route. Does nothing if the trainer is on one host, or if the user has named an interface.
 
-    By itself gloo listens at the address that the host's own name has, which is 127.0.1.1 in the /etc/hosts of Debian
-    and Ubuntu. NCCL chooses an interface by itself, and no loopback one.
+    By default gloo listens at the address of the host's own name, 127.0.1.1 in the /etc/hosts of Debian and Ubuntu.
+    NCCL chooses an interface by itself, and never loopback.
     """
     on_several = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_several and GLOO not in os.environ and (name := interface_towards((*hosts, ANYWHERE))):
@@ -26,7 +26,7 @@ def choose_interface(*hosts: str) -> None:
 
 
 def interface_towards(hosts: Iterable[str]) -> str | None:
-    """The name of the interface (IPv4) to the first of `hosts` that loopback does not lead to; None: there is none."""
+    """Return the name of the interface (IPv4) to the first of `hosts` that is not behind loopback; None if all are."""
     for host in hosts:
         with suppress(OSError):
             address = own_address(host, family=socket.AF_INET)
@@ -37,7 +37,7 @@ def interface_towards(hosts: Iterable[str]) -> str | None:
 
 
 def own_address(host: str, port: int = 1, family: int = socket.AF_UNSPEC) -> str:
-    """The address of this machine on the way to `host`, without brackets. Raises OSError if there is no way to it."""
+    """Return this machine's address on the way to `host`, without brackets. Raises OSError without a way to `host`."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: only asks the kernel for the route

@@ -9,19 +9,19 @@ from pathlib import Path
 from areal.base.errors import UserError
 
 ROOM = Path(__file__).parents[1]
-# A link to the folder of a clone; in a wheel a copy of it.
+# In a clone a link to the folder `docs`; in a wheel a copy.
 PAGES = ROOM / "docs"
 
 
 def all_pages() -> dict[str, Path]:
-    """The pages of `docs/` by name, and the page of each extension by the name of its folder (`docs/` wins)."""
+    """Return the pages of `docs/` by name, and each extension's page by the name of its folder (`docs/` wins)."""
     folders = [*ROOM.glob("extensions/*/README.md"), *ROOM.parent.glob("actors/*/README.md")]
     extensions = {path.parent.name: path for path in sorted(folders)}
     return extensions | {path.stem: path for path in sorted(PAGES.glob("*.md"))}
 
 
 def print_page(options: Namespace) -> None:
-    """Print a page, or the names of all. Raises UserError if there is none of its name."""
+    """Print a page, or the names of all pages. Raises UserError if no page has the name."""
     pages = all_pages()
     if options.page is None:
         for name, path in pages.items():

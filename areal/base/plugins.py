@@ -14,7 +14,7 @@ from typing import Any
 from areal.base.errors import UserError, explain
 from areal.base.text import shown
 
-# What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These
+# Code in a configuration: a file or module with an object, or, under the key `command`, a program. The excluded
 # beginnings name data and addresses instead.
 _OBJECT = re.compile(r"(?!(?:hf|harbor|reasoning_gym|verifiers|paper|tcp|https?):)[\w./~-]+:[A-Za-z_]\w*")
 
@@ -22,8 +22,8 @@ _OBJECT = re.compile(r"(?!(?:hf|harbor|reasoning_gym|verifiers|paper|tcp|https?)
 def load(path: str, what: str) -> Any:
     """Return the object that `path` names, as `package.module:object` or `path/to/file.py:object`.
 
-    Modules and file paths are also looked up from the current working directory. `what` says in error messages what
-    `path` is. Raises UserError if the path is not of this form, the module does not import, or it has no such object.
+    Modules and file paths are also looked up from the current working directory. `what` names `path` in messages.
+    Raises UserError if the path is not of this form, the module does not import, or the module has no such object.
     """
     module_name, colon, name = path.rpartition(":")
     if not (colon and module_name and name):
@@ -39,11 +39,11 @@ def load(path: str, what: str) -> Any:
 
 
 def announce_code(folder: Path, values: Any, trust: bool, stranger: bool = False) -> None:
-    """Say which code of the user's own the configuration in a run folder names, before any of it runs.
+    """Print the names of the user's code in a run's configuration, before any of the code runs.
 
-    values: the configuration. trust: whether the user has said that it may run. stranger: somebody else made the
-    folder, whoever owns its files. If it is another user's, and `trust` is False, a person at the terminal is asked.
-    Raises UserError if it may not run.
+    values: the configuration. trust: the user has said that the code may run. stranger: somebody else made the folder,
+    whoever owns its files. A person at the terminal is asked if the folder is another user's and `trust` is False.
+    Raises UserError if the code may not run.
     """
     names = ", ".join(dict.fromkeys(map(shown, _code_in(values))))
     if not names:
@@ -69,7 +69,7 @@ def _code_in(values: Any, key: str = "") -> Iterator[str]:
 
 
 def _module_of(name: str, what: str) -> ModuleType:
-    """The module of the user's. what: its name in messages. Raises UserError if it cannot be imported."""
+    """Import a module of the user's. what: the module's name in messages. Raises UserError if the import fails."""
     # Importing runs the user's module, which may raise anything.
     with explain(
         (Exception, SystemExit),
@@ -89,18 +89,18 @@ def _module_of(name: str, what: str) -> ModuleType:
 def _import(name: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:
-        # At the end, so that no file of the user can shadow an installed package.
+        # At the end: no file of the user may shadow an installed package.
         sys.path.append(folder)
         importlib.invalidate_caches()
     return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import the file. The module's name is the full path, so that it shadows no other module."""
+    """Import the file, as a module with the full path as its name, which shadows no other module."""
     name = str(file.absolute())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None  # its name ends in .py
+        assert spec is not None and spec.loader is not None  # the file's name ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Checks that load an engine's library, in a process of their own."""
+"""Checks that load an engine's library, each in its own process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import textwrap
 from areal.base.errors import UserError, explain
 from areal.base.processes import ROOT, tied
 
-# How long an engine's library may take to load: 6 s on a machine that is free.
+# The longest time in which an engine's library loads: 6 s on an idle machine.
 ENGINE_SECONDS = 300.0
 _IN_A_PROCESS = """
 import sys
@@ -20,8 +20,8 @@ except UserError as error:
 
 
 def check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
-    """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
-    Raises UserError with the sentence of the one that `code` raises."""
+    """Run `code` in a child process, because an engine would stay in this process's memory. what: the engine, in
+    messages. Raises UserError with the sentence of the UserError that `code` raises."""
     command = tied(sys.executable, "-c", _IN_A_PROCESS.format(textwrap.indent(code, "    ")), *arguments)
     with explain(
         subprocess.TimeoutExpired,

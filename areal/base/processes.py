@@ -1,4 +1,4 @@
-"""What the processes of a run share: the death with their parent, the limit of open files, fast imports, the output."""
+"""Processes of a run: death with the parent, the limit of open files, fast imports, output that may be lost."""
 
 import ctypes
 import fnmatch
@@ -22,13 +22,13 @@ from typing import Any, TextIO
 from areal.base.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-# The program that run.py is, also where there is no clone.
+# The program that run.py is, for installations without a clone.
 START = str(ROOT / "actors" / "start")
-# Environment variable that a supervisor sets for the processes it starts.
+# Environment variable that a supervisor sets for its children.
 SUPERVISED = "AREAL_SUPERVISED"
 # Environment variable with the folder of the run's keys.
 KEYS = "AREAL_KEYS"
-# What programs of the user's get of this process's environment unless its user names more: no keys, no tokens.
+# The environment variables that a program of the user's inherits, unless the user names more: no keys, no tokens.
 PLAIN_ENVIRONMENT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "XDG_*",
     "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -36,16 +36,16 @@ PLAIN_ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
-# A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.
+# A link of the bus with keys takes 4.2 open files: enough for the 4,096 members of the largest run.
 OPEN_FILES = 65_536
-# How often a run looks whether the process that started it is there.
+# How often a run looks whether the process that started the run is alive.
 PARENT_SECONDS = 0.5
-# How often a rank that was told to leave looks whether rank 0 has left.
+# How often a rank, told to leave, looks whether rank 0 has left.
 LEADER_SECONDS = 0.1
 
 
 def check_packages() -> None:
-    """Raises UserError if a file or a folder of the user's hides a package of this project, which has the same name."""
+    """Raise UserError if a file or a folder of the user's hides a package of this project with the same name."""
     for name in ("actors", "protocols"):
         spec = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
         places = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
@@ -64,7 +64,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the user's caches."""
+    """Return the folder of the user's caches."""
     return Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home(), ".cache"))
 
 
@@ -78,7 +78,7 @@ def raise_open_files() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For blocks that import large packages: no garbage collection, which takes a quarter of the import of vLLM."""
+    """Import large packages without garbage collection, which takes a quarter of the import of vLLM."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -89,9 +89,9 @@ def importing() -> Iterator[None]:
 
 
 def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel send `sign` to this process when its parent ends, for whatever reason (Linux only).
+    """Have the kernel send `sign` to this process when the parent ends, for whatever reason (Linux only).
 
-    parent: the process id of the expected parent, if known. This process exits if that parent has ended already.
+    parent: the process id of the expected parent, if known. This process exits if the parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sign)
@@ -100,14 +100,14 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that end work in order: that of a closed terminal, too, unless it is ignored, as below `nohup`."""
+    """Return the signals that end work in order. SIGHUP, of a closed terminal, is one unless `nohup` has it ignored."""
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hang_up]
 
 
 def stop_after_parent(parent: int) -> None:
-    """Send this process a SIGTERM once its parent has ended, for whatever reason. The kernel's own signal, as above,
-    comes already when the parent's thread has ended that started this process, as in a notebook."""
+    """Send this process a SIGTERM once the parent process has ended, for whatever reason. The kernel's signal
+    (`die_with_parent`) comes as soon as the parent's starting thread has ended, too early in a notebook."""
     if os.getppid() != parent:
         sys.exit("the process that started this one has ended")
 
@@ -120,10 +120,10 @@ def stop_after_parent(parent: int) -> None:
 
 
 def outlive_sigterm(leader: int | None) -> None:
-    """From now on a SIGTERM does not end this process. After one, it ends as soon as the process `leader` has ended.
+    """From now on, keep this process alive after a SIGTERM until the process `leader` has ended.
 
-    A thread does this, since Python's own handlers do not run while the main thread waits in a collective. leader: None
-    if it is on another machine; torchrun kills who does not end in time.
+    A thread waits for the leader, because Python's signal handlers do not run while the main thread waits in a
+    collective. leader: None if rank 0 is on another machine; torchrun kills late ranks.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     if leader is None:
@@ -132,7 +132,7 @@ def outlive_sigterm(leader: int | None) -> None:
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno())
 
-    def end_after_leader(writer: socket.socket) -> None:  # which has to stay open
+    def end_after_leader(writer: socket.socket) -> None:  # the socket has to stay open
         while reader.recv(1)[0] != signal.SIGTERM:
             pass
         while Path(f"/proc/{leader}").exists():
@@ -143,36 +143,35 @@ def outlive_sigterm(leader: int | None) -> None:
 
 
 def plain_environment(pass_env: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a program that others may talk to. `python` is this process's own there. pass_env: names
-    beside PLAIN_ENVIRONMENT, as `TAU2_*`."""
+    """Return the environment of a program that strangers may talk to. `python` is this process's interpreter. pass_env:
+    names beside PLAIN_ENVIRONMENT, such as `TAU2_*`."""
     names = (*PLAIN_ENVIRONMENT, *pass_env)
     kept = {name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, form) for form in names)}
     return kept | {"PATH": os.pathsep.join(filter(None, [str(Path(sys.executable).parent), kept.get("PATH")]))}
 
 
 def find_program(name: str) -> str | None:
-    """Where a program with `plain_environment` finds the program of this name; None if it does not."""
+    """Return the path at which a program with `plain_environment` finds the program `name`; None if it does not."""
     return shutil.which(name, path=plain_environment(())["PATH"])
 
 
 def tied(*command: str) -> list[str]:
-    """The command line of a program that is killed when this process ends, even if that is while the program starts."""
+    """Return the command line of a program that is killed when this process ends, even while the program starts."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The beginning of a command line: what follows it is started as so many ranks on this machine.
+    """Return the beginning of a command line that starts the rest of the line as `ranks` processes on this machine.
 
-    They meet by a file. With `--standalone` torchrun unpickles what is in a store that listens on all interfaces.
+    The ranks meet by a file. With `--standalone` torchrun unpickles data from a store that listens on all interfaces.
     """
     options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
     return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 class LenientOutput:
-    """A stream of text that may lose what is written: where its reader has gone, its file is on a full disk, or its
-    encoding lacks a character, nothing is raised: a run does not end for its display. reader_only: a full disk is
-    raised."""
+    """A stream of text whose writes may be lost: nothing is raised if the reader has gone, if the disk is full, or if
+    the encoding lacks a character, because a run does not end for its display. reader_only: a full disk is raised."""
 
     def __init__(self, stream: TextIO, reader_only: bool = False) -> None:
         if isinstance(stream, io.TextIOWrapper):
@@ -196,7 +195,7 @@ class LenientOutput:
     def _losses(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:  # nobody will read it any more, also not what is still in the buffer
+        except BrokenPipeError:  # nobody will read the stream any more, nor the rest of the buffer
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -205,13 +204,13 @@ class LenientOutput:
                 raise
 
 
-if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
+if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when the parent ends
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def timed(text: str) -> str:
-    """The text, after the seconds for which this program has run."""
+    """Return the text after the seconds since this program's start."""
     import psutil
 
     return f"{time.time() - psutil.Process().create_time():5.1f} s  {text}"

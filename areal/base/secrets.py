@@ -1,7 +1,7 @@
-"""Secrets in a configuration: which values are hidden wherever it is shown, and how they come back.
+"""Secrets in a configuration: the values that are hidden wherever a configuration is shown, and their way back.
 
 A value is hidden by its key (`api_key`, `tokens`) or by its shape (a user in a URL, `?token=`, `NAME_TOKEN=value`,
-`--api-key value`, the beginnings that the tokens of well-known services have). `secrets.json` of a run has the values.
+`--api-key value`, the prefixes of well-known services' tokens). `secrets.json` of a run has the hidden values.
 """
 
 import re
@@ -13,9 +13,9 @@ _WORD = (
     r"(?:token|secret|pass(?:word|wd|phrase)?|pwd|pw|pat|sas|credential|auth|authorization|bearer|cookie|dsn"
     r"|sig(?:nature)?|session[_-]?id|access[_-]?key[_-]?id|connection[_-]?string|(?:api|access|private|secret|signing|encryption)?[_-]?key)"
 )
-# A name whose last word is that of a secret, also with a number or a place: api_key_prod, apiKey, X-Api-Key, HF_TOKEN,
-# token2. Those in _PLURAL are names of secrets if they hold text: `tokens: [abc]`. Some keys name columns, or are
-# folders or counts.
+# A name whose last word names a secret, also with a number or a place: api_key_prod, apiKey, X-Api-Key, HF_TOKEN,
+# token2. Names in _PLURAL are secrets if their value is text: `tokens: [abc]`. The excluded keys name columns, folders
+# or counts.
 _NAME = re.compile(
     rf"(?!(?:prompt|answer|date|tools|teacher)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?(?i:{_WORD}|auths|cookies|credentials)"
     r"(?:_?[0-9]+|[_-](?:file|prod|production|staging|dev|test|live))?"
@@ -40,14 +40,18 @@ _SHAPES = (
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of a configuration with HIDDEN in place of its secrets. name: its key, or the secret section around it."""
+    """Return a part of a configuration with HIDDEN in place of secrets. name: the part's key, or the secret section
+    around it.
+
+        >>> without_secrets({"api_key": "abc", "url": "http://me:abc@host"})
+        {'api_key': '(hidden)', 'url': 'http://(hidden)@host'}"""
     match values:
         case dict():
             names = _named(values)
             return {key: without_secrets(value, names.get(key) or _inside(name, key)) for key, value in values.items()}
         case list():
             named = ["", *map(_option, values)]
-            name = "api_keys" if name == "keys" else name  # as a text it is a folder, as an object a section
+            name = "api_keys" if name == "keys" else name  # a text under the key is a folder, an object is a section
             return [without_secrets(value, option or name) for option, value in zip(named, values, strict=False)]
         case str() | int() if values and values is not True and _NAME.fullmatch(name):
             return HIDDEN
@@ -57,13 +61,13 @@ def without_secrets(values: Any, name: str = "") -> Any:
 
 
 def _named(values: Mapping[Any, Any]) -> dict[Any, str]:
-    """Of `{name: api_key, value: ...}`: the name that the value has."""
+    """Return the name of the value in `{name: api_key, value: ...}`."""
     names = [values[key] for key in ("name", "key") if isinstance(values.get(key), str)]
     return {"value": names[0]} if names and "value" in values else {}
 
 
 def _option(value: Any) -> str:
-    """The name of an option, whose value is the next one of a list: `api-key` of `--api-key`."""
+    """Return the name of an option whose value, the next word, is a secret: `api-key` of `--api-key`; else ""."""
     option = _OPTION.fullmatch(value) if isinstance(value, str) else None
     return option[1] if option and _NAME.fullmatch(option[1]) else ""
 
@@ -84,7 +88,7 @@ def _inside(name: str, key: Any) -> str:
 
 
 def secrets_in(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that `without_secrets` changes, in dictionaries like those of `values`."""
+    """Return the values that `without_secrets` changes, in nested dictionaries like `values`."""
     return _changed(values, without_secrets(values))
 
 
@@ -94,7 +98,7 @@ def _changed(values: dict[str, Any], hidden: dict[str, Any]) -> dict[str, Any]:
 
 
 def hidden_in(values: Any, place: str = "") -> str | None:
-    """The first key whose value, or a part of it, is hidden; None where there is none."""
+    """Return the first key with a hidden value, or with a value that is hidden in part; None if nothing is hidden."""
     match values:
         case dict():
             places = (hidden_in(value, f"{place}.{key}".lstrip(".")) for key, value in values.items())
@@ -106,7 +110,7 @@ def hidden_in(values: Any, place: str = "") -> str | None:
 
 
 def reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
-    """Put the values that `secrets_in` returned into the places where they are hidden."""
+    """Put the values that `secrets_in` returned back into their hidden places."""
     for key, secret in secrets.items():
         if isinstance(secret, dict) and isinstance(values.get(key), dict):
             reveal(values[key], secret)

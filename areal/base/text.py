@@ -1,7 +1,7 @@
-"""Text that a model or a user's code wrote, or that an actor reports: the code in it, and how it is shown to people.
+"""Text by a model, by a user's code or by an actor: the code in a text, and a text as it is shown to people.
 
-A model may write anything, on purpose too. So nothing here takes time beyond the length of the text, which regular
-expressions easily do, and nothing that is shown can steer a terminal.
+A model may write anything, on purpose too. Hence no function here takes more time than in proportion to the text's
+length, as regular expressions easily do, and no shown text can steer a terminal.
 """
 
 import re
@@ -33,12 +33,17 @@ _CONTROLS = {
 
 
 def cut_text(text: str, limit: int) -> str:
-    """The text, or its first `limit` characters and a line that says how many more it has."""
+    """Return the text, or its first `limit` characters and a line with the number of further characters.
+
+    >>> print(cut_text("abcdef", 4))
+    abcd
+    [2 more characters]
+    """
     return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
 
 
 def python_call(text: str) -> str | None:
-    """The code in the first complete ```python block or pair of <tool> tags; None where there is none."""
+    """Return the code in the first complete ```python block or pair of <tool> tags; None without either."""
     calls = [call for call in (_fenced_python(text), _between(text, "<tool>", "</tool>")) if call is not None]
     return min(calls)[1] if calls else None
 
@@ -48,7 +53,7 @@ def _fenced_python(text: str) -> tuple[int, str] | None:
     at = 0
     while (start := text.find(opening, at)) >= 0:
         space = _WHITE_SPACE.match(text, start + len(opening))
-        assert space is not None  # it matches nothing, too
+        assert space is not None  # the pattern also matches nothing
         line = text.rfind("\n", start, space.end())
         if line >= 0:
             end = text.find(FENCE, line)
@@ -64,12 +69,12 @@ def _between(text: str, opening: str, closing: str) -> tuple[int, str] | None:
 
 
 def shown(text: str) -> str:
-    r"""`text` with control characters written as \x1b, so that it cannot steer the terminal or page that shows it."""
+    r"""Return `text` with control characters written as \x1b, which steer neither a terminal nor a page."""
     return text.translate(_CONTROLS)
 
 
 def break_lines(text: str, columns: int) -> str:
-    """`text` with lines that are longer than `columns` broken between words. What steers a terminal stays as it is."""
+    """Return `text` with lines above `columns` characters broken between words. Lines that steer a terminal stay."""
     return "\n".join(
         line
         if len(line) <= columns or "\x1b" in line or "\r" in line
@@ -79,7 +84,7 @@ def break_lines(text: str, columns: int) -> str:
 
 
 def sentences_on(stream: TextIO) -> TextIO:
-    """A stream of sentences, which a terminal would break within words."""
+    """Return a stream of sentences for a terminal, which would break sentences within words."""
     return cast(TextIO, _Sentences(stream)) if stream.isatty() else stream
 
 
@@ -96,18 +101,18 @@ class _Sentences:
 
 
 def error_text(error: BaseException) -> str:
-    """The class of an exception, and its text; the `__str__` of the user's own classes may raise."""
+    """Return the class of an exception and its text, although the `__str__` of a user's class may raise."""
     return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Return the text of an error on one line."""
     return " ".join(str(error).split())
 
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """Load something with transformers. Raises ValueError if that needs a model's Python code: it never runs."""
+    """Load something with transformers. Raises ValueError if the model needs Python code, which is never run."""
     try:
         yield
     except ValueError as error:
@@ -117,7 +122,10 @@ def without_code() -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """A time in words, such as `45 s`, `12 min` or `3 h 5 min`."""
+    """Return a time in words.
+
+    >>> duration(45), duration(720), duration(11_100)
+    ('45 s', '12 min', '3 h 5 min')"""
     minutes = round(seconds / 60)
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -129,7 +137,7 @@ def percent(share: float) -> str:
 
 
 def all_shown(value: Any) -> Any:
-    """`value` with all texts in it as they may be shown: actors report what they like."""
+    """Return `value` with all its texts as `shown`: an actor may report any text."""
     match value:
         case str():
             return shown(value)
@@ -141,6 +149,6 @@ def all_shown(value: Any) -> Any:
 
 
 def place_in(frames: Iterable[FrameSummary], libraries: tuple[str, ...] = LIBRARIES) -> str:
-    """The innermost line of code that is in no folder of `libraries`, in words; empty if there is none."""
+    """Return the innermost line of code outside the folders `libraries`, in words; empty if there is none."""
     lines = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return f", in {lines[-1].filename}, line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
