@@ -5,7 +5,7 @@ from areal.staleness.ledger_state import UNFINISHED, GroupState, LedgerGroup, Le
 
 
 def check_invariants(state: LedgerState) -> None:
-    """Raises LedgerError, with the names of the broken invariants."""
+    """Raise LedgerError with the names of the broken invariants."""
     groups, prompts, schedule = state.groups, state.prompts, Schedule(state)
     open_prompts = state.open_prompts()
     gone = state.counters.trained + state.counters.discarded.total()
@@ -27,13 +27,13 @@ def check_invariants(state: LedgerState) -> None:
 
 
 def _most_admitted(state: LedgerState) -> int:
-    """How many groups can be alive that were admitted under these bounds, perhaps by other settings than now."""
+    """Return the most groups that can have been admitted under their bounds, perhaps by earlier settings."""
     bound = max((group.max_staleness for group in state.groups), default=0)
     return state.settings.batch_size * (bound + 1)
 
 
 def _is_sound(state: LedgerState, group: LedgerGroup) -> bool:
-    """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
+    """True if exactly the unfinished groups have a lease, finished groups a start version, and versions are valid."""
     in_progress = group.state in UNFINISHED
     if (in_progress and group.owner != "") != (group.lease_expires is not None):
         return False

@@ -1,19 +1,19 @@
-"""The ledger records the groups, bounds their age, and decides which are admitted and trained. The master owns it.
+"""The ledger of the master records the groups, bounds their age, and decides which groups are admitted and trained.
 
-A group is the samples of one prompt, or a session of a user with the policy. areal/staleness/ledger_state.py has its
-states. With `filter_zero_signal`, a group that becomes ready without signal is discarded at once. Nothing waits for a
-session: where a batch would wait for it, the session is discarded as expired.
+A group is the samples of one prompt, or a session of a user with the policy. areal/staleness/ledger_state.py has the
+states of a group. With `filter_zero_signal`, a group that becomes ready without signal is discarded at once. No batch
+waits for a session: the session is discarded as expired instead.
 
 docs/staleness.md states the rules 1 to 3 and contains the proof.
 
 * At most `(max_staleness + 1) * batch_size` groups are alive (admitted and neither trained, re-queued nor discarded).
-* With `wait` and `requeue`, the steps that are left before the deadlines have room for every alive group. Therefore
-  every group trained at version i has i - s <= max_staleness, where s is its start version. This is the bound at its
-  admission: the settings may change when a run is resumed.
+* With `wait` and `requeue`, the steps before the deadlines have room for every alive group. Therefore every group
+  trained at version i has i - s <= max_staleness, where s is the start version. `max_staleness` is the bound at the
+  group's admission: the settings may change when a run is resumed.
 * Every admitted prompt is alive, re-queued, trained once, or discarded for a recorded reason.
 
-The ledger does no I/O and reads no clock: callers pass in the time. It has a state, which only events change: a command
-checks its arguments and emits events. So replaying the journal rebuilds the state.
+The ledger does no I/O and reads no clock: callers pass in the time. Only events change the ledger's state: a command
+checks its arguments and emits events. Hence a replay of the journal rebuilds the state.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,13 +49,13 @@ from areal.staleness.ledger_state import (
 
 
 class ReportAnswer(StrEnum):
-    """What a report about a group changed. A report may be repeated, arrive late, or be overtaken by others."""
+    """The effect of a report about a group. A report may be repeated, arrive late, or be overtaken by other reports."""
 
     ACCEPTED = "accepted"
     UNCHANGED = "unchanged"
-    """The ledger knew this already, or the group is in a later state."""
+    """The ledger knew the reported fact already, or the group is in a later state."""
     FILTERED = "filtered"
-    """The report discarded the group, which became ready without signal."""
+    """The report discarded the group: the group became ready without signal."""
     GONE = "gone"
     """The group was never admitted, is no longer alive, or belongs to another owner. The caller drops its data."""
 
@@ -97,19 +97,22 @@ def schedulable(deadlines: Iterable[int], version: int, batch_size: int) -> bool
 
     In time means at a step not later than the deadline. The k-th earliest deadline d needs k slots in the steps up to
     and including d: k <= batch_size * (d - version + 1).
+
+        >>> schedulable([7, 7, 8], version=7, batch_size=2), schedulable([7, 7, 7], version=7, batch_size=2)
+        (True, False)
     """
     return all(k <= batch_size * (d - version + 1) for k, d in enumerate(sorted(deadlines), 1))
 
 
 class Schedule:
-    """Rule 3: which groups are trained next, and which have to finish before."""
+    """Rule 3: the groups of the next batch, and the groups that have to finish before."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
 
     @property
     def waiting(self) -> Waiting | None:
-        """What the next batch waits for. None if it is logged, if it can be formed, or if the run has ended."""
+        """The wait of the next batch. None if the batch is logged or can be formed, or if the run has ended."""
         if self._state.version == self._state.settings.steps or self._state.steps.batch:
             return None
         waiting = self.waiting_for(self.choose())
@@ -120,7 +123,7 @@ class Schedule:
         return self._state.groups.head(GroupState.READY, self._state.settings.batch_size)
 
     def waiting_for(self, chosen: list[LedgerGroup]) -> Waiting | None:
-        """Why `chosen` cannot be trained now; None: they can."""
+        """Return the obstacle to training `chosen` now; None: no obstacle."""
         groups, needed = self._state.groups, self._state.settings.batch_size
         if len(chosen) < needed:
             stragglers = [group for state in UNFINISHED for group in groups.head(state, needed - len(chosen))]
@@ -132,13 +135,13 @@ class Schedule:
         return Waiting(self._state.version, ready, needed, tuple(group.group_id for group in stragglers))
 
     def stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        """The unfinished groups of rows because of which rule 3 forbids training `chosen` now, earliest deadline first.
-        Without these groups and the sessions that are `overdue` rule 3 holds."""
+        """Return the unfinished groups of rows because of which rule 3 forbids training `chosen` now, earliest deadline
+        first. Without these groups and the `overdue` sessions rule 3 holds."""
         return self._state.groups.head(GroupState.ADMITTED, self.in_excess(chosen)[0])
 
     def overdue(self) -> list[LedgerGroup]:
-        """The open sessions without which the next batch can be formed, and with which it cannot, earliest deadline
-        first: as few as necessary, and none as long as the batch waits for groups of rows."""
+        """Return the open sessions that alone keep the next batch from being formed, earliest deadline first: as few as
+        necessary, and none while the batch waits for groups of rows."""
         state, chosen = self._state, self.choose()
         if len(chosen) < (needed := state.settings.batch_size):
             if state.settings.sessions_alone:
@@ -151,10 +154,10 @@ class Schedule:
         return state.groups.head(GroupState.OPEN, sessions)
 
     def in_excess(self, chosen: list[LedgerGroup]) -> tuple[int, int]:
-        """How many unfinished groups of rows, and how many open sessions, those with the earliest deadlines, have to go
-        or to finish so that rule 3 allows training `chosen` now. At each deadline sessions go first.
+        """Return the numbers of unfinished groups of rows and of open sessions that have to go or to finish, earliest
+        deadlines first, before rule 3 allows training `chosen`. At each deadline sessions go first.
 
-        If n groups too many would be left behind at some deadline, at least n unfinished groups have a deadline that
+        If n groups too many would be left behind at some deadline, at least n unfinished groups have a deadline as
         early, because ready groups alone always satisfy rule 3. Without a bound, sessions go at their deadline.
         """
         state, lines = self._state, self._state.groups.lines
@@ -172,16 +175,16 @@ class Schedule:
         return named, sessions
 
     def may_abort(self, waiting: Waiting) -> bool:
-        """True if the groups that the batch waits for are re-queued in place of the wait."""
+        """True if the groups that the batch waits for are re-queued instead of awaited."""
         return self._state.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
 
     def fits(self, groups: Iterable[LedgerGroup]) -> bool:
-        """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
+        """True if the steps after the logged batch can train all `groups`, none of them in the batch, in time."""
         state = self._state
         return schedulable((group.deadline for group in groups), state.batches_logged, state.settings.batch_size)
 
     def fits_start(self, version: int) -> bool:
-        """True if another group that starts with this version can be trained in time."""
+        """True if one more group with this start version can be trained in time."""
         state = self._state
         deadlines = [version + state.settings.max_staleness]
         if state.settings.bounds_groups:
@@ -189,7 +192,7 @@ class Schedule:
         return schedulable(deadlines, state.batches_logged, state.settings.batch_size)
 
     def breaks(self, group: LedgerGroup, version: int) -> bool:
-        """True if `version` is below its deadline's start version, and leaves some group without a step."""
+        """True if `version` is below the start version that the deadline has, and leaves some group without a step."""
         if not self._state.settings.bounds_groups or version + group.max_staleness >= group.deadline:
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._state.groups.unbatched()]
@@ -197,9 +200,9 @@ class Schedule:
 
 
 class Ledger:
-    """See the module. `state`: the groups, prompts and steps. `leases`: who holds which group. `schedule`: which groups
-    are trained next. `sessions`: the groups that are sessions of users. `row_of_prompt`: gives the training index of
-    the row for a new prompt, by default the prompt's own index."""
+    """See the module. `state`: the groups, prompts and steps. `leases`: the owners of groups. `schedule`: the groups
+    that are trained next. `sessions`: the groups that are sessions of users. `row_of_prompt`: gives the training index
+    of the row for a new prompt, by default the prompt's own index."""
 
     def __init__(self, state: LedgerState) -> None:
         self.state = state
@@ -220,27 +223,27 @@ class Ledger:
 
     @property
     def covered(self) -> int:
-        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
+        """The steps from this version on can be redone; a checkpoint covers the earlier steps."""
         return min(self.state.steps.versions, default=self.version)
 
     def change_settings(self, settings: LedgerSettings) -> None:
-        """From here on, `settings` hold. Groups that are alive keep the bound of their admission. If more are alive
-        than the new settings allow, none is admitted until enough of them have left; those for which there is no step
-        any more are not trained, unless a later change adds steps. Raises LedgerError for fewer steps than are trained.
+        """Use `settings` from here on. Alive groups keep the bound of their admission. If more groups are alive than
+        the new settings allow, no group is admitted until enough groups have left; groups without a step are not
+        trained, unless a later change adds steps. Raises LedgerError for fewer steps than are trained.
         """
         self.state.emit(settings)
 
     def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
-        """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
+        """Admit up to n groups, as far as rule 1 leaves room: re-queued prompts first, then new prompts in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.state.room.for_rows))]
 
     def started(self, group_id: str, owner: str, version: int) -> ReportAnswer:
         """Report `version`, the lowest version that has sampled the first token of any of the group's samples.
 
-        Report it once every sample has begun. A later report of a lower version moves the deadline earlier. With `wait`
-        and `requeue` it is accepted only if all alive groups can still be trained before their deadlines; otherwise
-        this attempt fails and the answer is GONE.
-        Raises LedgerError for a version below the permit's `min_version` or above the current one.
+        Report once every sample has begun. A later report of a lower version moves the deadline earlier. With `wait`
+        and `requeue` the lower version is accepted only if all alive groups can still be trained before their
+        deadlines; otherwise the attempt fails and the answer is GONE. Raises LedgerError for a version below the
+        permit's `min_version` or above the current version.
         """
         group = self._owned(group_id, owner)
         if group is None:
@@ -252,11 +255,11 @@ class Ledger:
         return self._accept_start(group, Started(group_id, version), version)
 
     def reuse(self, group_id: str, versions: Iterable[int]) -> int | None:
-        """Ask which stored samples of earlier attempts may be in the group. `versions`: the oldest version in each.
+        """Ask which stored samples of earlier attempts may be in the group. `versions`: the oldest version of each.
 
-        Returns the oldest version that may be in it; None if the group may have none, as it is not `resumed`, is
-        finished or gone. If that is below the version at its admission, it becomes the start version: the lowest of
-        `versions` with which all alive groups can still be trained before their deadlines.
+        Returns the oldest version that may be in the group; None if the group, not `resumed`, finished or gone, may
+        have none. A version below the version at admission becomes the start version: the lowest of `versions` with
+        which all alive groups can still be trained before their deadlines.
         """
         group = self.state.groups.get(group_id)
         if group is None or not group.resumed or group.state is not GroupState.ADMITTED:
@@ -270,11 +273,11 @@ class Ledger:
         return self._oldest_start(group)
 
     def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
-        """Report that the trainer has spooled the group. `start_version`: the lowest version of its sampled tokens.
-        `signal`: whether the rewards of its samples differ.
+        """Report that the trainer has spooled the group. `start_version`: the lowest version of the sampled tokens.
+        `signal`: whether the rewards of the samples differ.
 
-        On GONE and FILTERED the trainer drops the payload. On UNCHANGED it keeps the payload that it has (this can also
-        be a trained group that no checkpoint covers yet). Raises LedgerError under the same conditions as `started`.
+        On GONE and FILTERED the trainer drops the payload. On UNCHANGED the trainer keeps the stored payload (perhaps
+        of a trained group that no checkpoint covers yet). Raises LedgerError under the same conditions as `started`.
         """
         group = self.state.groups.get(group_id)
         if group is None:
@@ -288,8 +291,8 @@ class Ledger:
         return self._accept_start(group, Ready(group_id, start_version), start_version)
 
     def failed(self, group_id: str, owner: str, reason: str, counts: bool = True) -> ReportAnswer:
-        """Report that the group cannot be finished. `reason` is one of a few categories; groups are counted by reason,
-        here and in `discard`. `counts`: whether this counts as a failure of the prompt."""
+        """Report that the group cannot be finished. `reason`: a category, by which groups are counted here and in
+        `discard`. `counts`: whether the report is a failure of the prompt."""
         group = self._owned(group_id, owner)
         if group is None:
             return ReportAnswer.GONE
@@ -304,17 +307,19 @@ class Ledger:
         return ReportAnswer.ACCEPTED
 
     def discard(self, group_id: str, reason: str) -> ReportAnswer:
-        """Discard the group; its prompt is not trained. A logged batch never changes: LedgerError for its groups."""
+        """Discard the group; the prompt is not trained. Raises LedgerError for a group in a batch: batches never
+        change."""
         if self.state.groups.get(group_id) is None:
             return ReportAnswer.GONE
         self.state.emit(Discarded(group_id, reason))
         return ReportAnswer.ACCEPTED
 
     def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
-        """Return the batch to train at `version`. The first answer with a batch logs it; it never changes afterwards.
+        """Return the batch to train at `version`. The first answer with a batch logs the batch, which never changes
+        afterwards.
 
-        For an earlier version, return the batch that was trained then, so that a restarted trainer can redo it. Raises
-        LedgerError for a later version, or one that a checkpoint covers.
+        For an earlier version, return the trained batch, for a restarted trainer to redo. Raises LedgerError for a
+        later version, or for a version that a checkpoint covers.
         """
         if version != self.version:
             return self._committed(version).batch
@@ -336,7 +341,7 @@ class Ledger:
     def commit(self, version: int) -> StepRecord:
         """Record that the batch of `version` is trained. A repeated call returns the same record.
 
-        Raises LedgerError for a version whose batch is not logged, or that a checkpoint covers.
+        Raises LedgerError for a version without a logged batch, or for a version that a checkpoint covers.
         """
         if version == self.version:
             self.state.emit(Committed(version))

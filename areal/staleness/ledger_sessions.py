@@ -1,4 +1,4 @@
-"""The sessions of users among the groups of the ledger: how a session is opened, and how it gets another owner."""
+"""The sessions of users among the groups of the ledger: a session is opened, and an orphan gets another owner."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,7 +6,7 @@ from areal.staleness.ledger_state import GroupState, LedgerGroup, LedgerState, O
 
 
 class LedgerSessions:
-    """See the module. fits_start: whether one more group that starts with a version can be trained in time."""
+    """See the module. fits_start: whether one more group with a start version can be trained in time."""
 
     def __init__(self, state: LedgerState, fits_start: Callable[[int], bool]) -> None:
         self._state = state
@@ -15,9 +15,8 @@ class LedgerSessions:
     def open(
         self, session: str, owner: str, now: float, lease_seconds: float, served: int | None = None
     ) -> LedgerGroup | None:
-        """Open a session with this name; None if there is no room for it. served: the version that users get, if it is
-        not the newest. It becomes the start version, if all alive groups can still be trained before their deadlines;
-        if they cannot, None."""
+        """Open a session with this name; None if there is no room. served: the version that users get, if it is not the
+        newest. `served` becomes the start version; None is returned if alive groups would then miss their deadlines."""
         state = self._state
         start = state.version if served is None else min(served, state.version)
         if not state.room.for_sessions or (start < state.version and not self._fits_start(start)):
@@ -29,11 +28,11 @@ class LedgerSessions:
         return state.groups[group_id]
 
     def ownerless(self) -> list[str]:
-        """The ids of the open sessions that have no owner."""
+        """Return the ids of the open sessions without an owner."""
         return [group.group_id for group in self._state.groups.head(GroupState.OPEN) if not group.owner]
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
-        """Make `owner` the owner of the sessions among `group_ids` that have none. Returns these sessions."""
+        """Make `owner` the owner of the ownerless sessions among `group_ids`. Returns the adopted sessions."""
         ownerless = self.ownerless()
         orphans = tuple(group_id for group_id in group_ids if group_id in ownerless)
         if orphans:

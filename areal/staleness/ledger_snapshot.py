@@ -1,4 +1,4 @@
-"""The snapshot of the ledger's state: all of it but the story of the groups, fit for JSON."""
+"""The snapshot of the ledger's state, fit for JSON: the whole state except the story of the groups."""
 
 from collections import Counter
 from typing import Any
@@ -19,7 +19,7 @@ from areal.staleness.ledger_state import (
 
 
 def snapshot_of(state: LedgerState) -> dict[str, Any]:
-    """Return the snapshot of a state, from which `state_of` restores the state without the events so far."""
+    """Return the snapshot of a state. `state_of` restores the state without the events so far."""
     batch = state.steps.batch
     return {
         "settings": fields_of(state.settings),
@@ -36,8 +36,8 @@ def snapshot_of(state: LedgerState) -> dict[str, Any]:
 
 
 def state_of(snapshot: dict[str, Any]) -> LedgerState:
-    """Return the state of a snapshot, which may have been through JSON. The story starts empty. Fields that the
-    snapshot lacks are as in a new ledger. Raises TypeError or ValueError for fields that this version does not know."""
+    """Return the state of a snapshot, which may have been through JSON. The story starts empty. Missing fields are as
+    in a new ledger. Raises TypeError or ValueError for fields that this version does not know."""
     state = LedgerState(LedgerSettings(**snapshot["settings"]))
     snapshot = with_defaults(snapshot, snapshot_of(state))
     state.version = snapshot["version"]

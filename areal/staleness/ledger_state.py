@@ -1,6 +1,6 @@
-"""The ledger's state: its events, the rows that they change, and the transitions. `ledger.py` has the rules.
+"""The ledger's state: events, the rows that events change, and the transitions. `ledger.py` has the rules.
 
-A group is admitted, becomes ready, enters a batch and is trained. It may also leave earlier:
+A group is admitted, becomes ready, enters a batch and is trained. A group may also leave earlier:
 
     prompt ──admit──▶ ADMITTED ──ready──▶ READY ──next_batch──▶ BATCHED ──commit──▶ gone (trained)
        ▲                 │                  │
@@ -8,14 +8,14 @@ A group is admitted, becomes ready, enters a batch and is trained. It may also l
 
     user ──open──▶ OPEN ──ready──▶ READY, or discarded
 
-An OPEN group is a session of a user with the policy, a group of one sample without a row, which is ready once its
-reward has come. If the owner of a session is lost, another owner may adopt the session.
+An OPEN group is a session of a user with the policy: a group of one sample without a row, ready once the reward has
+come. If the owner of a session is lost, another owner may adopt the session.
 
 These transitions cannot happen:
 
 * A BATCHED group never leaves except by being trained.
-* A READY group holds no lease, and is re-queued only if the run has gone back to a checkpoint and its payload is lost.
-* A group that is gone never comes back. Its prompt can come back, in a group with a new id; a session cannot.
+* A READY group holds no lease, and is re-queued only if the run has gone back to a checkpoint and the payload is lost.
+* A gone group never comes back. Its prompt can come back, in a group with a new id; a session cannot.
 """
 
 import re
@@ -56,8 +56,8 @@ UNFINISHED = (GroupState.ADMITTED, GroupState.OPEN)
 class LedgerSettings:
     """The settings that the ledger needs.
 
-    As an event: these settings hold from here on. What happened earlier is judged by the settings of that time.
-    max_sessions: the most sessions that are alive; as many as all groups: sessions alone are trained, and no rows.
+    As an event: the settings hold from here on. Earlier events are judged by the settings of their time. max_sessions:
+    the most alive sessions; if it is as large as the limit of all groups, sessions alone are trained, and no rows.
     """
 
     batch_size: int
@@ -76,7 +76,7 @@ class LedgerSettings:
 
     @property
     def bounds_groups(self) -> bool:
-        """True if rule 3 applies: no group is trained after its deadline."""
+        """True if rule 3 applies: no group is trained after the deadline."""
         return self.on_straggler in ("wait", "requeue")
 
     @property
@@ -85,7 +85,11 @@ class LedgerSettings:
 
 
 def oldest_in_loss(on_straggler: str, max_staleness: int, version: int) -> int | None:
-    """The oldest version whose tokens are in the loss of the batch trained at `version`; None: all tokens are."""
+    """Return the oldest version with tokens in the loss of the batch trained at `version`; None: all tokens are in the
+    loss.
+
+        >>> oldest_in_loss("mask", max_staleness=4, version=10), oldest_in_loss("wait", max_staleness=4, version=10)
+        (6, None)"""
     return max(0, version - max_staleness) if on_straggler == "mask" else None
 
 
@@ -117,7 +121,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class OwnerChanged:
-    """Sessions have another owner; "": they were left by theirs, and have no lease."""
+    """Sessions have another owner. owner: "" if their owner has left them; then they have no lease."""
 
     group_ids: tuple[str, ...]
     owner: str
@@ -144,7 +148,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """The group left, and its prompt waits for a new group. `failed`: this counts towards `max_attempts`."""
+    """The group left, and the prompt waits for a new group. `failed`: the departure counts towards `max_attempts`."""
 
     group_id: str
     reason: str
@@ -200,7 +204,7 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def event_of(kind: str, body: dict[str, Any]) -> Event | None:
-    """Return the event of a record, which may have been through JSON; None if it is no event of the ledger."""
+    """Return the event of a record, perhaps after JSON; None if the record is no event of the ledger."""
     return cast(Event, _EVENTS[kind](**with_tuples(body))) if kind in _EVENTS else None
 
 
@@ -226,16 +230,16 @@ def groups_of(event: Event) -> tuple[str, ...]:
 
 
 QueuePosition = tuple[int, int, str]
-"""Deadline, prompt index (without a session's sign) and id of a group. Of one deadline the lower index is first."""
+"""Deadline, prompt index (without a session's sign) and id of a group. At equal deadlines the lower index is first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerGroup:
-    """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed.
-    `max_staleness`: the bound at its admission, which holds for it whatever the settings become. `resumed`: the lease
-    of the attempt before was lost, and the samples that are stored of it may be in this one. `row`: the training index
-    of the row that was chosen for the prompt, the same for all attempts. `session`: the name of the session that it is;
-    empty for a group of a row. The n-th session has the prompt index -1 - n, and that as its row."""
+    """A row of the ledger. `attempt`: earlier admissions of the prompt; `failures`: failed ones among them.
+    `max_staleness`: the bound at admission, which stays when settings change. `resumed`: the previous attempt lost its
+    lease, and its stored samples may be in this group. `row`: the training index of the prompt's row, the same for all
+    attempts. `session`: the name of a session; empty for a group of a row. The n-th session has -1 - n as prompt index
+    and as row."""
 
     group_id: str
     prompt_index: int
@@ -253,8 +257,8 @@ class LedgerGroup:
 
     @property
     def deadline(self) -> int:
-        """The last version that may train this group: its start version + the bound at its admission. The version at
-        admission replaces the start version until that is known."""
+        """The last version that may train this group: the start version + the bound at admission. Until the start
+        version is known, the version at admission replaces it."""
         return (self.admission_version if self.start_version is None else self.start_version) + self.max_staleness
 
     @property
@@ -274,7 +278,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A committed step. `staleness` has i - s of each group and `prompts` its prompt index, in the batch's order."""
+    """A committed step. `staleness`: i - s, `prompts`: the prompt index of each group, in the batch's order."""
 
     batch: Batch
     staleness: tuple[int, ...]
@@ -307,7 +311,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt of a row that waits to be admitted. Its next group has the number `attempt`, the first has number 0."""
+    """A row's prompt that waits for admission. The next group has the number `attempt`; the first has number 0."""
 
     prompt_index: int
     row: int
@@ -321,7 +325,7 @@ class LedgerError(Exception):
 
 
 class Lines:
-    """The groups outside a batch, in a line for each state, sorted by deadline."""
+    """The groups outside a batch, in a sorted line for each state, earliest deadline first."""
 
     def __init__(self) -> None:
         self._lines: dict[GroupState, list[QueuePosition]] = {state: [] for state in (*UNFINISHED, GroupState.READY)}
@@ -339,16 +343,16 @@ class Lines:
         return len(self._lines[state])
 
     def head(self, state: GroupState, n: int | None = None) -> list[str]:
-        """The ids of the first n groups in this state; None: of all of them."""
+        """Return the ids of the first n groups in this state; None: of all groups."""
         return [group_id for _, _, group_id in self._lines[state][:n]]
 
     def due(self, deadline: int) -> tuple[int, int, int]:
-        """The numbers of ADMITTED, OPEN and READY groups with this deadline or an earlier one."""
+        """Return the numbers of ADMITTED, OPEN and READY groups with this deadline or an earlier deadline."""
         admitted, opened, ready = (bisect_left(line, (deadline + 1,)) for line in self._lines.values())
         return admitted, opened, ready
 
     def deadlines(self) -> list[int]:
-        """The distinct deadlines, ascending. There are few, even if there are many groups."""
+        """Return the distinct deadlines, ascending: few, even for many groups."""
         deadlines: list[int] = []
         for line in self._lines.values():
             at = 0
@@ -364,8 +368,8 @@ class Lines:
 
 
 class Groups:
-    """The alive groups, in order of admission. `lines`: those outside a batch, by deadline. `sessions`: the number of
-    alive sessions."""
+    """The alive groups, in order of admission. `lines`: the groups outside a batch, by deadline. `sessions`: the number
+    of alive sessions."""
 
     def __init__(self) -> None:
         self._rows: dict[str, LedgerGroup] = {}
@@ -403,33 +407,33 @@ class Groups:
         return group
 
     def are(self, group_ids: Iterable[str], *states: GroupState) -> bool:
-        """True if there are such groups, and each of them is alive and in one of these states."""
+        """True if `group_ids` is not empty, and each group is alive and in one of these states."""
         rows = [self._rows.get(group_id) for group_id in group_ids]
         return bool(rows) and all(row is not None and row.state in states for row in rows)
 
     def count(self, state: GroupState) -> int:
-        """The number of groups in this state, which is not BATCHED."""
+        """The number of groups in this state, any state but BATCHED."""
         return self.lines.count(state)
 
     def head(self, state: GroupState, n: int | None = None) -> list[LedgerGroup]:
-        """The first n groups in this state, earliest deadline first; None: all of them."""
+        """Return the first n groups in this state, earliest deadline first; None: all groups."""
         return [self._rows[group_id] for group_id in self.lines.head(state, n)]
 
     def unbatched(self) -> list[LedgerGroup]:
         return [group for group in self if group.state is not GroupState.BATCHED]
 
     def leased(self, owner: str | None = None) -> list[LedgerGroup]:
-        """The groups with a lease: of this owner, or if that is None of all owners."""
+        """Return the groups with a lease: of `owner`, or of all owners if `owner` is None."""
         return [group for group in self if group.lease_expires is not None and owner in (None, group.owner)]
 
     def of_session(self, name: str) -> list[LedgerGroup]:
-        """The sessions of this name that are alive, the last one last: it alone may be open."""
+        """Return the alive sessions of this name. Only the last may be open."""
         return [group for group in self if group.session == name]
 
 
 class PromptQueue:
-    """The prompts of rows, from which groups are made: re-queued ones first, then new ones in order. `next_prompt`: the
-    index of the first prompt of which no group was admitted yet. `next_session`: the number of opened sessions."""
+    """The prompts of rows for further groups: re-queued prompts first, then new prompts in order. `next_prompt`: the
+    index of the first prompt without an admitted group. `next_session`: the number of opened sessions."""
 
     def __init__(self) -> None:
         self.requeued: deque[QueuedPrompt] = deque()
@@ -443,7 +447,7 @@ class PromptQueue:
         return f"g{prompt}.{attempt}", prompt, attempt
 
     def take(self, prompt_index: int, row: int) -> QueuedPrompt:
-        """Remove the first prompt. prompt_index, row: of a new one."""
+        """Remove the first prompt. prompt_index, row: of the prompt if it is new."""
         if self.requeued:
             return self.requeued.popleft()
         self.next_prompt += 1
@@ -456,7 +460,7 @@ class PromptQueue:
 
 
 class Steps:
-    """The steps that a restarted trainer has to redo: committed ones that no checkpoint covers. `batch`: is logged for
+    """The steps that a restarted trainer has to redo: committed steps that no checkpoint covers. `batch`: logged for
     the next step, which is not committed."""
 
     def __init__(self) -> None:
@@ -468,7 +472,7 @@ class Steps:
         return iter(self._records.values())
 
     def __contains__(self, group_id: str) -> bool:
-        """True if one of the steps has trained this group."""
+        """True if a step has trained this group."""
         return group_id in self._groups
 
     def get(self, version: int) -> StepRecord | None:
@@ -488,14 +492,14 @@ class Steps:
 
 
 class Room:
-    """How many groups may still be admitted. It depends on the alive groups and the version, never on counters."""
+    """The room for more groups. It depends on the alive groups and the version, never on counters."""
 
     def __init__(self, state: "LedgerState") -> None:
         self._state = state
 
     @property
     def for_rows(self) -> int:
-        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and sessions."""
+        """The number of groups of rows that may be admitted now, by rule 1, the remaining steps, and sessions."""
         alive, sessions = len(self._state.groups), self._state.groups.sessions
         limit = self.most_alive - self.most_sessions
         return max(0, min(self.most_alive - alive, limit - alive + sessions))
@@ -508,13 +512,13 @@ class Room:
 
     @property
     def most_alive(self) -> int:
-        """The limit of rule 1, and at most what the steps left can train."""
+        """The limit of rule 1, and at most the number of groups that the remaining steps can train."""
         settings = self._state.settings
         return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self._state.version)
 
     @property
     def most_sessions(self) -> int:
-        """The limit on sessions. Beside them rows have room for a batch at least, unless there are only sessions."""
+        """The limit on sessions. Rows keep room for at least a batch, unless sessions alone are trained."""
         settings = self._state.settings
         if settings.sessions_alone:
             return self.most_alive
@@ -522,11 +526,11 @@ class Room:
 
 
 class LedgerState:
-    """The groups, prompts, batch and steps. They change only by events: `emit` hands an event to `journal`, and then
+    """The groups, prompts, batch and steps. Only events change them: `emit` hands an event to `journal`, and then
     `apply` makes the transition. If `journal` raises, nothing has changed.
 
     The memory in use is bounded by the alive groups and the re-queued prompts (together at most `(max_staleness + 1) *
-    batch_size`), and by the group ids of the steps since the last checkpoint, which a restarted trainer has to redo.
+    batch_size`), and by the group ids of the steps since the last checkpoint, for a restarted trainer to redo.
     """
 
     def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
@@ -542,7 +546,7 @@ class LedgerState:
 
     @property
     def batches_logged(self) -> int:
-        """The number of steps whose batches are fixed, the last of which may not be committed yet."""
+        """The number of steps with a fixed batch; the last step may not be committed yet."""
         return self.version + (self.steps.batch is not None)
 
     def min_version(self, group: LedgerGroup) -> int:
@@ -550,26 +554,26 @@ class LedgerState:
         return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
 
     def open_prompts(self) -> list[int]:
-        """The indices of the admitted prompts that are neither trained nor discarded: alive or re-queued."""
+        """Return the indices of the admitted prompts that are neither trained nor discarded: alive or re-queued."""
         rows: list[LedgerGroup | QueuedPrompt] = [*self.groups, *self.prompts.requeued]
         return sorted(row.prompt_index for row in rows)
 
     def needs_payload(self, group_id: str) -> bool:
-        """True if the trainer has to keep what it has of the group: it is alive, not in a checkpoint, or may go on."""
+        """True if the trainer has to keep stored samples: the group is alive, in no checkpoint yet, or may go on."""
         if group_id in self.steps or self.groups.get(group_id):
             return True
         unfinished: list[LedgerGroup | QueuedPrompt] = [*self.groups.leased(), *self.prompts.requeued]
         return any(row.resumed and group_id.startswith(f"g{row.prompt_index}.") for row in unfinished)
 
     def emit(self, event: Event) -> None:
-        """Make one transition, after the journal has its event. Raises LedgerError as `apply` does."""
+        """Make one transition, after the journal has the event. Raises LedgerError as `apply` does."""
         self._check(event)
         if self.journal is not None:
             self.journal(event)
         self._change(event)
 
     def apply(self, event: Event) -> None:
-        """Make one transition. Raises LedgerError, without changing anything, if the event does not fit the state."""
+        """Make one transition. Raises LedgerError, and changes nothing, if the event does not fit the state."""
         self._check(event)
         self._change(event)
 

@@ -1,17 +1,17 @@
 """Limits how far generation runs ahead of training: just far enough to keep the trainer fed, and never beyond rule 1.
 
-A group spends alive / batch_size steps between its admission and its training. So the mean staleness depends only on
-the number of groups that are alive beyond the batch in training. Two observations after each step change the limit:
+A group spends alive / batch_size steps between its admission and its training. Hence the mean staleness depends only on
+the number of alive groups beyond the batch in training. Two observations after each step change the limit:
 
-* The trainer waited while fewer than a batch of groups were ready. The limit was too low. It is raised at once, in
+* The trainer waited while fewer than a batch of groups were ready. The limit was too low, and rises at once, in
   proportion to the wait.
-* Ready groups were left over when the batch was formed. The limit was too high. It is lowered by a small share of them.
+* Ready groups were left over when the batch was formed. The limit was too high, and falls by a small share of them.
 
-Where the two balance, the waits cost the share SURRENDER of the throughput for each batch that is left over. A wait for
-single groups that rule 3 names changes nothing, because a higher limit does not end it.
+At the balance, the waits cost the share SURRENDER of the throughput for each left-over batch. A wait for single groups
+that rule 3 names changes nothing, because a higher limit does not end the wait.
 
-The limit never exceeds rule 1. It always leaves room for a whole batch beside the one in training, except with
-`max_staleness` 0, where rule 1 allows one batch only. This module does no I/O and reads no clock.
+The limit never exceeds rule 1. The limit leaves room for a whole batch beside the batch in training, except with
+`max_staleness` 0, where rule 1 allows a single batch. This module does no I/O and reads no clock.
 """
 
 from typing import Any
@@ -31,20 +31,20 @@ class RunAhead:
         self._min_limit = batch_size * min(2, max_staleness + 1)
         self._max_limit = batch_size * (max_staleness + 1)
         self._limit = float(self._min_limit)
-        # The first groups take just as long under any limit, so the waits of the first steps are not counted.
+        # The waits of the first steps are not counted: the first groups take just as long under any limit.
         self._filling = self._min_limit // batch_size
 
     @property
     def limit(self) -> int:
-        """The number of alive groups allowed now: from two batches (one with `max_staleness` 0) to rule 1's number."""
+        """The allowed number of alive groups: from two batches (a single batch with `max_staleness` 0) to rule 1's."""
         return int(self._limit)
 
     def stepped(self, waited_seconds: float, step_seconds: float, left_over: int) -> None:
         """Adjust the limit after a committed step.
 
         `waited_seconds`: how long the trainer waited for a batch while fewer groups than a batch were ready.
-        `step_seconds`: the time from the previous commit to this one.
-        `left_over`: the number of ready groups outside the batch, right after it was formed.
+        `step_seconds`: the time since the previous commit. `left_over`: the number of ready groups outside the batch,
+        right after the batch was formed.
         """
         share = min(1.0, waited_seconds / step_seconds) if step_seconds > 0 and not self._filling else 0.0
         self._filling = max(0, self._filling - 1)

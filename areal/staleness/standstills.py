@@ -1,6 +1,6 @@
-"""How long work may stand still: the limit of each kind of work, from the works of that kind that ended well.
+"""How long work may stand still: each kind of work has a limit, from earlier works of the kind that ended well.
 
-A hang is work that nothing has moved for ten times as long as ever before: nothing else tells it from slow work.
+A hang is work that nothing has moved for ten times as long as ever before: no other sign tells a hang from slow work.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Hashable
 FACTOR = 10.0
 """The limit, in longest standstills of works that ended well."""
 UNKNOWN = 30.0
-"""The limit of a kind of which no work has ended yet, in `floor`: a first start or checkpoint may take an hour."""
+"""The limit, in `floor`, of a kind without an ended work: a first start or checkpoint may take an hour."""
 
 
 class Standstills:
@@ -23,7 +23,7 @@ class Standstills:
         self._hung = Counter[Hashable]()
 
     def limit(self, kind: Hashable) -> float:
-        """The seconds after which work of this kind counts as hung."""
+        """Return the seconds after which work of this kind counts as hung."""
         if not self._floor:
             return math.inf
         longest = self._longest.get(kind)
@@ -31,10 +31,10 @@ class Standstills:
         return limit * 2.0 ** self._hung[kind]
 
     def end(self, kind: Hashable, longest: float) -> None:
-        """A work of this kind has ended well, after a standstill of at most `longest` seconds."""
+        """Note a work that ended well, after a standstill of at most `longest` seconds."""
         self._longest[kind] = max(longest, self._longest.get(kind, 0.0))
         del self._hung[kind]
 
     def hang(self, kind: Hashable) -> None:
-        """A work of this kind was ended as hung. Perhaps it was slow: the next one has twice the time."""
+        """Note a work that was ended as hung. Perhaps it was slow: the next work of the kind has twice the time."""
         self._hung[kind] += 1
