@@ -1,7 +1,7 @@
-"""The claim of a run on its folder. The process that starts a run holds it until it ends.
+"""The claim of a run on its folder. The process that starts a run holds the claim until the process ends.
 
-The claim is a lock on the file `address` in the folder, which holds the address of the run's master. So a second run
-cannot take the folder, and the roles that a user starts on this machine find the master by the folder.
+The claim is a lock on the file `address` in the folder, which has the address of the run's master. A second run cannot
+take the folder, and roles that a user starts on this machine find the master by the folder.
 """
 
 import errno
@@ -16,26 +16,26 @@ from areal.storage.database import try_lock
 from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 
 ADDRESS = "address"
-# The process of a run that was just killed may take a moment to exit, and so may one that looks whether a run goes on.
+# A killed process of a run may take a moment to exit, and so may a process that looks whether a run goes on.
 LOCK_ATTEMPTS = 20
-# Keys, configuration, journal, spool, logs and the reserve. Weights and checkpoints wait for their room.
+# Keys, configuration, journal, spool, logs and the reserve. Weights and checkpoints wait for room.
 ROOM_BYTES = 2 * RESERVE_BYTES
 _ELSEWHERE = "choose another run_dir"
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest existing folder above."""
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def can_be_made(folder: Path) -> bool:
-    """Whether the folder can be made, or files in it if it is there. It is tried: root has all rights in /proc."""
+    """Whether the folder, or a file in an existing folder, can be made. This is tried: root has all rights in /proc."""
     forbidden = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS
     return getattr(refusal(nearest_existing(folder)), "errno", None) not in forbidden
 
 
 def check_room(folder: Path, resume: bool) -> None:
-    """Raises UserError if the disk of the run folder (to be made) has no room for the first files of a run."""
+    """Raise UserError if the disk of the run folder (to be made) has no room for the first files of a run."""
     there = nearest_existing(folder)
     cause = shortage(refusal(there, ROOM_BYTES), there)
     if cause is not None:
@@ -47,7 +47,7 @@ def check_room(folder: Path, resume: bool) -> None:
 
 
 def check_free(folder: Path, resume: bool) -> None:
-    """Raises UserError if `claim` would; says where it would move an earlier run. Nothing is changed."""
+    """Raise UserError if `claim` would; print the place where `claim` would move an earlier run. Nothing is changed."""
     if claimed_address(folder) is not None:
         raise _in_progress(folder)
     if not can_be_made(folder):
@@ -58,11 +58,11 @@ def check_free(folder: Path, resume: bool) -> None:
 
 
 def claim(folder: Path, resume: bool = False) -> int:
-    """Make the folder of a run, or take that of a run to resume. An earlier run is not overwritten: its folder is
-    renamed to NAME.1, NAME.2, ...
+    """Make the folder of a run, or take the folder of a run to resume. An earlier run is not overwritten: its folder is
+    renamed to NAME.1, NAME.2, ... Only this user may enter the folder, which has keys and completions, whatever its
+    mode was.
 
-    Returns the file descriptor that holds the claim. Raises UserError if another process holds it, or if the folder
-    cannot be made. Only this user may enter the folder, whatever its mode was: it holds the run's keys and completions.
+    Returns the descriptor of the claim. Raises UserError if another process has the claim, or if no folder can be made.
     """
     while True:
         with explain(OSError, f"The run folder {folder} cannot be used ({{strerror}}): {_ELSEWHERE}."):
@@ -73,8 +73,8 @@ def claim(folder: Path, resume: bool = False) -> int:
         if not try_lock(lock, folder / ADDRESS, LOCK_ATTEMPTS):
             os.close(lock)
             raise _in_progress(folder)
-        if _is_same_file(lock, folder / ADDRESS):  # else another run has moved it aside meanwhile
-            if resume or not (folder / "metrics.jsonl").exists():  # without it no run has begun here
+        if _is_same_file(lock, folder / ADDRESS):  # else another run has moved the folder aside meanwhile
+            if resume or not (folder / "metrics.jsonl").exists():  # without metrics.jsonl no run has begun here
                 os.truncate(lock, 0)
                 return lock
             aside = _aside(folder)
@@ -88,7 +88,7 @@ def _in_progress(folder: Path) -> UserError:
 
 
 def _open(folder: Path) -> int | None:
-    """The file of the claim, open; None if another run has moved the folder aside just now."""
+    """Open the file of the claim; None if another run has moved the folder aside just now."""
     with suppress(FileNotFoundError):
         folder.chmod(0o700)
         return os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
@@ -96,12 +96,12 @@ def _open(folder: Path) -> int | None:
 
 
 def announce(lock: int, address: str) -> None:
-    """Tell the roles that look into the claimed folder the address of the master. `lock`: as `claim` returned it."""
+    """Put the master's address into the claimed folder, for roles on this machine. `lock`: the result of `claim`."""
     os.pwrite(lock, f"{address}\n".encode(), 0)
 
 
 def claimed_address(folder: Path) -> str | None:
-    """The address of the master of the run in the folder; None while no run is in progress or has announced it."""
+    """Return the address of the run's master; None while no run is in progress, or none has announced the address."""
     try:
         file = os.open(folder / ADDRESS, os.O_RDONLY)
     except OSError:
@@ -110,7 +110,7 @@ def claimed_address(folder: Path) -> str | None:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.read(file, 1024).decode().strip() or None
-    except OSError:  # a file system without locks, on which no run can be in progress
+    except OSError:  # a file system without locks: no run can be in progress
         return None
     finally:
         os.close(file)
@@ -125,7 +125,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _is_same_file(lock: int, path: Path) -> bool:
-    """True if the open file is still the one at `path`."""
+    """True if the file at `path` is still the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock), path.stat())
     return False

@@ -1,7 +1,7 @@
 """Opens SQLite files that survive a crash of the machine, for the journal and the spool.
 
-A lock keeps a second process out. So SQLite's WAL mode needs no memory that processes share, which would not work on a
-network file system: with exclusive locking, SQLite keeps the index of the log in the memory of the only user.
+A lock keeps a second process out. Hence SQLite's WAL mode needs no shared memory, which would not work on a network
+file system: with exclusive locking, SQLite keeps the index of the log in the memory of the only user.
 """
 
 import fcntl
@@ -20,10 +20,10 @@ from areal.base.errors import UserError, explain
 
 Store = TypeVar("Store")
 
-# A previous process that was just killed may take a moment to exit.
+# A killed process may take a moment to exit.
 LOCK_ATTEMPTS = 100
 LOCK_RETRY_SECONDS = 0.1
-# What a file says of itself: `run`, the identity of its run; `program`, the version of the program that used it last.
+# Facts about a file: `run`, the identity of the run; `program`, the version of the program that used the file last.
 FACTS = "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
 LOG_HEADER_BYTES = 32
 COPY_ATTEMPTS = 20
@@ -40,11 +40,12 @@ def open_store(
     original: Path | None = None,
     otherwise: str = "put back a backup of the run, or choose another folder for this one.",
 ) -> Store:
-    """Open the file, which is made if it is missing, and return what `make` makes of the connection and the lock.
+    """Open the file, which is made if it is missing, and return the result of `make(connection, lock)`.
 
     Any thread may use the connection. The lock is a descriptor that keeps other processes out until it is closed or
-    this process ends. original: of a copy, named in errors. otherwise: what to do with a damaged file. Raises UserError
-    if another process keeps using the file, if the file is not a `noun`, or if it cannot be used.
+    this process ends. original: the file that `path` is a copy of, for messages. otherwise: the ways to go on with a
+    damaged file. Raises UserError if another process keeps using the file, or if the file is unusable or is not a
+    `noun`.
     """
     name = original or path
     try:
@@ -67,8 +68,8 @@ def open_store(
 def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str) -> None:
     """Make every transaction survive a crash of the machine, and create the tables of `schema` in a new file.
 
-    mark: the application id of this kind of file. version: its format version. Raises sqlite3.DatabaseError, without
-    changing the file, if the file is of another kind or of another format.
+    mark: the application id of this kind of file. version: the version of the format. Raises sqlite3.DatabaseError, and
+    leaves the file as it is, if the file is of another kind or of another format.
     """
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access, which would create shared memory
     marks = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
@@ -78,7 +79,7 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
     if not new and marks[1] != version:
         program = _writer(connection)
-        if program == _program():  # no version of its own, since neither is released
+        if program == _program():  # an unreleased commit has no version number
             program = f"{'an earlier' if marks[1] < version else 'a later'} commit of {program}"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
@@ -91,8 +92,8 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
 
 
 def _add_columns(connection: sqlite3.Connection, schema: str) -> None:
-    """Give the tables of a file that an earlier version wrote the columns of `schema` that they lack, with their
-    defaults. Raises FormatError if a table or a column has none, or if this version does not know it."""
+    """Add the columns of `schema`, with their defaults, to the tables of a file by an earlier version. Raises
+    FormatError if a missing table or column has no default, or if this version does not know a column of the file."""
     with closing(sqlite3.connect(":memory:")) as new:
         new.executescript(schema + FACTS)
         declared, present = _columns(new), _columns(connection)
@@ -107,12 +108,12 @@ def _add_columns(connection: sqlite3.Connection, schema: str) -> None:
 
 
 def _writer(connection: sqlite3.Connection) -> str:
-    """The version of the program that used the file last."""
+    """Return the version of the program that used the file last."""
     return read_meta(connection, "program") or "an earlier version"
 
 
 def _columns(connection: sqlite3.Connection) -> dict[tuple[str, str], tuple[str, bool, str | None]]:
-    """The type, whether it is required, and the default of each column, by table and name."""
+    """Return the type, the requiredness and the default of each column, by table and name."""
     tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
     rows = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for (table,) in tables}
     return {
@@ -123,7 +124,7 @@ def _columns(connection: sqlite3.Connection) -> dict[tuple[str, str], tuple[str,
 
 
 def read_meta(connection: sqlite3.Connection, name: str) -> str:
-    """What the file says of itself; empty if it does not."""
+    """Return a fact about the file; empty if the file lacks the fact."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
         return ""
     row = connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
@@ -131,7 +132,7 @@ def read_meta(connection: sqlite3.Connection, name: str) -> str:
 
 
 def write_meta(connection: sqlite3.Connection, name: str, value: str) -> None:
-    """Make the file say something of itself."""
+    """Store a fact about the file."""
     if read_meta(connection, name) != value:
         with connection:
             connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
@@ -146,16 +147,17 @@ def _program() -> str:
 
 
 def new_identity() -> str:
-    """An identity for a run."""
+    """Return an identity for a new run."""
     return secrets.token_hex(8)
 
 
 def copy_store(path: Path, folder: Path) -> Path:
-    """Copy a file that `open_store` has made into `folder`, also while another process uses it. Returns the copy, which
-    has everything that was on disk when this began.
+    """Copy a file of `open_store` into `folder`, even while another process uses the file. Return the copy, with
+    everything that was on disk at the begin of the call.
 
-    Its user alone may open it. SQLite appends to the log, puts a log that is complete into the file, and begins a new
-    log. So copies of file and log are one state if neither happened meanwhile. Raises UserError if it always does.
+    Only the process that uses the file may open it. SQLite appends to a log, puts a complete log into the file, and
+    begins a new log. File and log are copied in one state if neither happens meanwhile. Raises UserError if the file is
+    written too fast.
     """
     log, copy = path.with_name(f"{path.name}-wal"), folder / path.name
     for _ in range(COPY_ATTEMPTS):
@@ -164,7 +166,7 @@ def copy_store(path: Path, folder: Path) -> Path:
         copied_log = copy.with_name(log.name)
         try:
             shutil.copyfile(log, copied_log)
-        except FileNotFoundError:  # its user has ended in order
+        except FileNotFoundError:  # the user of the file has ended in order
             copied_log.unlink(missing_ok=True)
         if _marks(path, log) == marks:
             return copy
@@ -172,7 +174,7 @@ def copy_store(path: Path, folder: Path) -> Path:
 
 
 def _marks(path: Path, log: Path) -> tuple[int, int, bytes]:
-    """What changes when a log is put into its file, and when a new log begins."""
+    """Return marks that change when a log is put into the file, or when a new log begins."""
     stat = path.stat()
     try:
         with log.open("rb") as opened:
@@ -183,9 +185,9 @@ def _marks(path: Path, log: Path) -> tuple[int, int, bytes]:
 
 
 def try_lock(file: int, path: Path, attempts: int) -> bool:
-    """Lock the open file at `path` against other processes until it is closed or this process ends; `attempts` are
-    made, one each LOCK_RETRY_SECONDS. Returns False if another process has held it all that time. Raises UserError if
-    the file system has no locks."""
+    """Lock the open file at `path` against other processes until the file is closed or this process ends. Try
+    `attempts` times, every LOCK_RETRY_SECONDS. Returns False if another process held the lock all the time. Raises
+    UserError if the file system has no locks."""
     for _ in range(attempts):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +200,7 @@ def try_lock(file: int, path: Path, attempts: int) -> bool:
 
 
 def _lockless(path: Path, error: OSError) -> UserError:
-    """The error for a file system that has no locks, or whose server of locks does not answer."""
+    """The error for a file system without locks, or with a silent lock server."""
     return UserError(
         f"{path} cannot be locked ({error.strerror}), and a lock keeps a second process out: choose a folder on a file "
         f"system that has locks (flock), such as a local disk."
@@ -206,7 +208,7 @@ def _lockless(path: Path, error: OSError) -> UserError:
 
 
 def _lock(path: Path, noun: str) -> int:
-    """Return a file descriptor that holds a lock against other processes until it is closed or this process ends.
+    """Return a descriptor that holds a lock against other processes until it is closed or this process ends.
 
     Raises UserError if another process holds the lock, or if the lock file cannot be made.
     """

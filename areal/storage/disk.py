@@ -1,7 +1,7 @@
-"""A disk that takes no write for a while: it is full, its quota or its inodes are used up, or it is read-only.
+"""A disk that takes no write for a while: full, out of quota or inodes, or read-only.
 
-Every writer of a run repeats what the disk has refused until the disk takes it: `DiskRetry` waits and says so, `append`
-leaves no part of a line behind, and `Reserve` has the room in which a run can be ended on a full disk.
+Every writer of a run repeats a refused write until the disk takes the write: `DiskRetry` waits and logs the wait,
+`append` leaves no part of a line behind, and `Reserve` has the room in which a run can end on a full disk.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 1.0
 RESERVE_BYTES = 16 << 20
-# A disk is said to fill by what the newest steps have written, STEPS_LOOKED_AT of them and at least LEAST_STEPS.
+# The newest STEPS_LOOKED_AT steps, at least LEAST_STEPS, say whether the disk will be full within STEPS_TO_COME steps.
 STEPS_LOOKED_AT, LEAST_STEPS, STEPS_TO_COME = 20, 5, 50
 CAUSES = {errno.ENOSPC: "full", errno.EDQUOT: "out of quota", errno.EROFS: "read-only"}
-# SQLite hides which error the system has reported behind these.
+# Behind these codes SQLite hides the error of the system.
 SYSTEM_ERRORS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ class DiskShortageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The disk of a folder takes no writes for now. cause: full, read-only, ... free: bytes. waits: whose writes."""
+    """The disk of a folder takes no writes for now. cause: full, read-only, ... free: bytes. waits: the writer."""
 
     folder: str
     cause: str
@@ -58,8 +58,8 @@ class Shortage:
 
 
 def shortage(error: BaseException | None, folder: Path | None = None) -> str | None:
-    """What keeps a disk from taking a write that has raised `error`, in a word or two; None if something else has gone
-    wrong. folder: where it was written, for errors that do not say what the system has reported."""
+    """Return the shortage because of which a disk refused a write with `error`, in a word or two; None if another
+    failure raised `error`. folder: of the write, for errors that hide the error of the system."""
     if error is None:
         return None
     if isinstance(error, DiskShortageError):
@@ -70,7 +70,7 @@ def shortage(error: BaseException | None, folder: Path | None = None) -> str | N
         number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else None
         if folder and code in SYSTEM_ERRORS:
             number = getattr(refusal(folder), "errno", None)
-    elif found := re.search(r"\(os error (\d+)\)", str(error)):  # of safetensors, which has it in its text alone
+    elif found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors has the number in its text alone
         number = int(found[1])
     if cause := CAUSES.get(number or 0):
         return f"{cause}{_inodes(folder)}"
@@ -78,7 +78,7 @@ def shortage(error: BaseException | None, folder: Path | None = None) -> str | N
 
 
 def refusal(folder: Path, size: int = 4096) -> OSError | None:
-    """The error with which the disk refuses a file of `size` bytes in `folder`; None if it takes one."""
+    """Return the error with which the disk refuses a file of `size` bytes in `folder`; None without an error."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.") as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -96,13 +96,13 @@ def _inodes(folder: Path | None) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write into `folder`."""
+    """Return the number of bytes that this user may still write into `folder`."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a file or a folder, or put a file in the place of another one. A crash of the machine does not undo it."""
+    """Rename a file or a folder, perhaps in place of a file. A crash of the machine does not undo the renaming."""
     os.replace(path, target)
     for folder in {target.parent, path.parent}:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -113,7 +113,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def append(path: Path, text: str, durable: bool = True) -> None:
-    """Append whole lines to a file. durable: as a crash of the machine needs it. Raises OSError, and adds nothing."""
+    """Append whole lines to a file. durable: they survive a crash of the machine. Raises OSError, adding nothing."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         data = memoryview(text.encode(errors="replace"))
@@ -129,8 +129,8 @@ def append(path: Path, text: str, durable: bool = True) -> None:
 
 
 class Backlog:
-    """Appends lines to a file that may lose some: those that the disk refuses are kept, the newest LINES of them, until
-    it takes them. limit: before the file has more bytes, it is renamed to `older`."""
+    """Appends lines to a file that may lose some: the newest LINES of the lines that the disk refuses are kept until
+    the disk takes them. limit: the file is renamed to `older` before it exceeds so many bytes."""
 
     LINES = 10_000
 
@@ -140,7 +140,7 @@ class Backlog:
         self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
-        """lines: each with its end."""
+        """Append lines, each with a line end."""
         with self._lock, suppress(OSError):
             self._lines.extend(lines)
             text = "".join(self._lines)
@@ -153,20 +153,20 @@ class Backlog:
 
 
 def leaves(path: Path, folder: Path) -> bool:
-    """Whether a path in `folder` is, through links, one outside of it."""
+    """Whether links lead from `path`, a path in `folder`, out of the folder."""
     return not path.resolve().is_relative_to(folder.resolve())
 
 
 def within(path: Path, folder: Path) -> Path:
-    """`path`, which is in `folder`. Raises UserError if a link leads out of it."""
+    """Return `path`, a path in `folder`. Raises UserError if a link leads out of the folder."""
     if leaves(path, folder):
         raise UserError(f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written by it.")
     return path
 
 
 def replace(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old content or the new one. A link of its name is replaced,
-    and nothing is written through it. mode: of a new file."""
+    """Write a file. After a crash the file has either the old content or the new content. A link with this name is
+    replaced, and nothing is written through the link. mode: of a new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -177,12 +177,12 @@ def replace(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 
 def running_out(free: Sequence[float]) -> str | None:
-    """What is said of a disk that will soon be full; None if it will not. free: its free bytes after each of the newest
-    steps. Two more steps have to fit that take as much as the largest one, and STEPS_TO_COME as all of them do."""
+    """Return a warning of a disk that will soon be full, else None. free: the free bytes after each of the newest
+    steps. The room has to suffice for two steps as large as the largest, and for STEPS_TO_COME average steps."""
     free = free[-STEPS_LOOKED_AT:]
     if len(free) < LEAST_STEPS:
         return None
-    # What came back later, such as a file that was removed again, was taken by no step.
+    # Room that came back later, as by the removal of a file, was not used up by a step.
     largest = max(earlier - max(free[step:]) for step, earlier in enumerate(free[:-1], 1))
     each = (free[0] - free[-1]) / (len(free) - 1)
     if free[-1] < 2 * largest:
@@ -206,11 +206,11 @@ def mebibytes(size: float) -> str:
 
 
 class DiskRetry:
-    """Repeats writes that the disk refuses, until it takes them, and logs when that begins and ends. folder: where
-    writes go that name no other. writer: who writes. logs: False if another process does. `refusals`: of the disks of
-    this process, since its start.
+    """Repeats refused writes until the disk takes them, and logs the begin and the end of a wait. folder: the place of
+    writes that name no folder. writer: the name of the actor. logs: False if another process logs. `refusals`: by the
+    disks of this process, since its start.
 
-    A write has to leave the same on disk when it is repeated, whatever part of it was done before it failed.
+    A repeated write has to leave the same on disk, whatever part of the write was done before the failure.
     """
 
     refusals: ClassVar[int] = 0
@@ -219,20 +219,20 @@ class DiskRetry:
         self._logs = logs
         self._folder = folder
         self._writer = writer
-        self._waiting: dict[object, str] = {}  # what is to be written
-        self._refused: tuple[str, str, int] = ("", "", 0)  # the folder, why, and the bytes that it had left
+        self._waiting: dict[object, str] = {}  # the subjects of the writes
+        self._refused: tuple[str, str, int] = ("", "", 0)  # folder, cause, free bytes
         self._since = 0.0
 
     @property
     def shortage(self) -> Shortage | None:
-        """Why writes wait; None if none does."""
-        waiting = list(self._waiting.values())  # another thread may change it
+        """The wait of the writes; None without a wait."""
+        waiting = list(self._waiting.values())  # another thread may change the dictionary
         if not waiting:
             return None
         return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
-        """Return what `write` returns. what: is written, into folder. Raises what `write` raises for other reasons."""
+        """Repeat `write` while the disk refuses; return its result. what: the subject, for messages. Raises others."""
         mark = object()
         try:
             while True:
@@ -249,7 +249,7 @@ class DiskRetry:
             self._waiting.pop(mark, None)
 
     def write_in_thread(self, write: Callable[[], T], what: str, folder: Path | None = None) -> T:
-        """The same in a thread that has no event loop."""
+        """`write` for a thread without an event loop."""
 
         async def attempt() -> T:
             return write()
@@ -257,7 +257,7 @@ class DiskRetry:
         return asyncio.run(self.write(attempt, what, folder))
 
     def must_wait(self, error: BaseException, what: str, mark: object = None, folder: Path | None = None) -> bool:
-        """Whether a write that has failed is to be repeated. mark: tells it from others that wait at the same time."""
+        """Whether a failed write is to be repeated. mark: tells apart writes that wait at the same time."""
         folder = folder or self._folder
         cause = shortage(error, folder)
         if cause is None:
@@ -273,7 +273,7 @@ class DiskRetry:
         return True
 
     def goes_on(self, mark: object = None) -> None:
-        """The write is on disk."""
+        """Note that the write is on disk."""
         if self._waiting.pop(mark, None) and not self._waiting and self._logs:
             seconds = time.monotonic() - self._since
             log.warning(f"{self._writer} goes on: the disk of {self._refused[0]} refused writes for {seconds:.0f} s")
@@ -292,11 +292,11 @@ def _free_or_none(folder: Path) -> int:
 
 
 class Reserve:
-    """A file in `folder` that takes room on the disk. `free` gives it back, so that a run can end on a full disk."""
+    """A file in `folder` that takes up room. `free` gives the room back, and a run can end on a full disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "reserve"
-        with suppress(OSError), self._path.open("ab") as file:  # the run begins also where there is no room for it
+        with suppress(OSError), self._path.open("ab") as file:  # a run also begins without room for the reserve
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     def free(self) -> None:

@@ -1,9 +1,9 @@
-"""Records what happened in a run, and when, in events.jsonl: one JSON object per line.
+"""Records the events of a run with their times in events.jsonl: one JSON object per line.
 
     {"time", "actor", "state", "activity", "stats"}    a heartbeat, when it changed or was due to be written again
     {"time", "actor", "span", "seconds"}               an activity of an actor that began at `time`, and its duration
 
-`time` is the master's clock, in seconds since 1970. The size is bounded: the newest `limit` to twice that are kept.
+`time` is the master's clock, in seconds since 1970. The newest `limit` to twice `limit` bytes are kept.
 """
 
 import time
@@ -17,8 +17,8 @@ from areal.storage.records import line_of
 from areal.storage.run_files import EVENTS, OLDER
 
 FLUSH_SECONDS = 1.0
-# A heartbeat whose state and activity are unchanged is written at this interval. With more than ACTORS_AT_ONCE actors
-# the interval grows, so that all actors together write no more than ACTORS_AT_ONCE actors would.
+# An unchanged heartbeat is written at this interval. Above ACTORS_AT_ONCE actors the interval grows: all actors
+# together write no more than ACTORS_AT_ONCE actors would.
 EVERY_SECONDS = 1.0
 ACTORS_AT_ONCE = 50
 # Messages are delayed, by seconds if a process is busy. The least delayed of the last DELAYS_KEPT messages is used to
@@ -38,7 +38,7 @@ COUNTERS = (
     "prefix_cache_queries",
     "prefix_cache_hits",
 )
-# The numbers in heartbeats that never decrease while an actor runs.
+# The numbers in heartbeats that never decrease during the life of an actor.
 TOTALS = frozenset(COUNTERS) | {
     "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done", "scored", "failed",
     "samples_scored", "samples_finished", "moved", "sessions_opened", "sessions_rewarded", "sessions_expired",
@@ -47,7 +47,7 @@ TOTALS = frozenset(COUNTERS) | {
 
 
 class EventLog:
-    """Writes the events of the run in `folder`, `limit` bytes a file. What a full disk refuses is written later."""
+    """Writes the events of the run in `folder`, `limit` bytes a file. Events that a full disk refuses come later."""
 
     def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
         self._file = Backlog(folder / EVENTS, folder / OLDER[EVENTS], limit)
@@ -66,8 +66,8 @@ class EventLog:
         clock: float | None = None,
         spans: Iterable[tuple[str, float, float]] = (),
     ) -> None:
-        """Record a heartbeat of `actor`. clock: the time on the actor's clock when it sent the heartbeat. spans:
-        (activity, its start on the actor's clock, its seconds). Without `clock`, spans are not recorded."""
+        """Record a heartbeat of `actor`. clock: the time of sending, on the actor's clock. spans: (activity, start on
+        the actor's clock, seconds). Without `clock`, spans are not recorded."""
         now = self._clock()
         if clock is not None:
             delays = self._delays[actor]
@@ -76,7 +76,7 @@ class EventLog:
                 self._add({"time": began + min(delays), "actor": actor, "span": name, "seconds": seconds})
         written, *last = self._last_written.get(actor, (0.0, "", ""))
         due = EVERY_SECONDS * max(1.0, len(self._last_written) / ACTORS_AT_ONCE)
-        # 0.9: a heartbeat a little early is written now, not with the next one. abs: the clock may be set back.
+        # 0.9: a heartbeat a little early is written now, not with the next heartbeat. abs: the clock may be set back.
         if last != [state, activity] or abs(now - written) > due * 0.9:
             self._last_written[actor] = (now, state, activity)
             self._add({"time": now, "actor": actor, "state": state, "activity": activity, "stats": stats})

@@ -1,12 +1,12 @@
-"""The journal persists the master's changes before the master replies. It is an SQLite file with one writer.
+"""The journal persists the master's changes before the master replies. It is an SQLite file with a single writer.
 
     append(kind, body) ──▶ buffer ──one transaction──▶ events on disk ──▶ durable() returns
     compact(snapshot)  ──▶ the same way; its transaction also deletes everything before it
     keep(version, state) ─▶ the same way; the state stays, whatever is compacted later
 
-Everything that is appended while a transaction is being written goes into the next transaction, so callers of `durable`
-share the cost of a disk write. After a crash, each transaction is on disk completely or not at all, and a transaction
-is only there if all earlier ones are. SQLite has no checksums of what it stores, so each event has one.
+Changes during a transaction go into the next transaction, and callers of `durable` share the cost of a disk write.
+After a crash, each transaction is on disk completely or not at all, and never without all earlier transactions. SQLite
+has no checksums, so each event has a checksum.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shor
 from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 10
-# A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
+# A disk that takes longer for a transaction is silent. Actors that ask the master hear so before their request ends.
 SILENT_SECONDS = 5.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
@@ -40,13 +40,13 @@ _SCHEMA = """
 
 
 class JournalError(Exception):
-    """The journal could not be written to disk. It cannot be written any more after that."""
+    """The journal could not be written to disk, and cannot be written any more."""
 
 
 @dataclass(slots=True)
 class JournalTransaction:
-    """The changes that are written at once: first a snapshot, if there is one, which replaces all earlier events, then
-    `events` as (kind, body), and `states` by version. kept_states: the number of the newest states that stay."""
+    """Changes for one transaction: first a snapshot, if any, which replaces all earlier events, then `events` as (kind,
+    body), and `states` by version. kept_states: the number of the newest states that stay."""
 
     snapshot: str | None = None
     events: list[tuple[str, str]] = field(default_factory=list)
@@ -54,9 +54,9 @@ class JournalTransaction:
     kept_states: int = 0
 
     def after(self, earlier: Self) -> Self:
-        """Return a transaction with the changes of `earlier`, which the disk refused, and then these."""
+        """Return a transaction with the changes of `earlier`, which the disk refused, and then these changes."""
         snapshot, events = self.snapshot, self.events
-        if snapshot is None:  # a newer snapshot stands for all of the earlier one
+        if snapshot is None:  # a newer snapshot stands for everything before
             snapshot, events = earlier.snapshot, earlier.events + events
         states, kept = earlier.states | self.states, self.kept_states or earlier.kept_states
         return replace(self, snapshot=snapshot, events=events, states=states, kept_states=kept)
@@ -79,13 +79,13 @@ class JournalTransaction:
 
 
 class Journal:
-    """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
+    """See the module. All methods must be called from one event loop; a thread of the journal writes the file.
 
-    A transaction that a full disk refuses is repeated until it takes it, with what was appended meanwhile.
+    A transaction that a full disk refuses is repeated, together with later changes, until the disk takes the
+    transaction.
 
-    connection: usable from several threads; the journal's tables are created unless it has them. lock: a descriptor
-    that `close` closes. `size`: the number of events since the last snapshot. `run`: the identity of the run, which is
-    made with the file. `file`: named in errors.
+    connection: usable from several threads; missing tables are created. lock: a descriptor that `close` closes. `size`:
+    events since the last snapshot. `run`: the identity of the run, made with the file. `file`: for errors.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
@@ -106,9 +106,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, original: Path | None = None) -> Self:
-        """Open the journal in the file, which is made if it is missing. original: of a copy, named in errors.
+        """Open the journal in the file, which is made if missing. original: the file that `path` is a copy of, for
+        messages.
 
-        Raises UserError if another process keeps using it, or if it is not a journal of this format.
+        Raises UserError if another process keeps using the file, or if the file is no journal of this format.
         """
         journal = open_store(path, "journal", cls, original)
         journal.file = original or path
@@ -122,14 +123,14 @@ class Journal:
         return journal
 
     def note(self, name: str, value: str) -> str:
-        """What the journal says of the run under this name: `value`, unless it has said something before."""
+        """Return the journal's note under this name, which is `value` if there was no note before."""
         noted = read_meta(self._connection, name) or value
         write_meta(self._connection, name, noted)
         return noted
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
-        """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then. Raises
-        UserError if a part of it is missing or not as it was written."""
+        """Return the contents on disk: the last snapshot or None, and (kind, body) of each later event. Raises
+        UserError if a part is missing or damaged."""
         try:
             snapshot = self._connection.execute("SELECT 'snapshot', body, crc FROM snapshot").fetchone()
             events = self._connection.execute("SELECT kind, body, crc, seq FROM events ORDER BY seq").fetchall()
@@ -148,32 +149,32 @@ class Journal:
         self.size += 1
 
     def compact(self, snapshot: dict[str, Any]) -> None:
-        """Replace everything so far by a snapshot of the resulting state. It is on disk after the next `durable`."""
+        """Replace everything so far by a snapshot of the resulting state, which is on disk after the next `durable`."""
         self._pending.snapshot = json.dumps(snapshot)
         self._pending.events.clear()
         self._appended += 1
         self.size = 0
 
     def keep(self, version: int, state: dict[str, Any], newest: int) -> None:
-        """Keep the state at a version, which is that of now. It is on disk after the next `durable`, together with the
-        events so far. newest: how many of the newest states are kept."""
+        """Keep the current state under its version. The state is on disk after the next `durable`, together with the
+        events so far. newest: the number of the newest states to keep."""
         self._pending.states[version] = json.dumps(state)
         self._pending.kept_states = newest
         self._appended += 1
 
     def kept_versions(self) -> list[int]:
-        """The versions whose states are kept, ascending."""
+        """Return the versions with a kept state, ascending."""
         return [version for (version,) in self._connection.execute("SELECT version FROM states ORDER BY version")]
 
     def kept(self, version: int) -> dict[str, Any]:
-        """The state that is kept of a version. Raises UserError if it is not as it was written."""
+        """Return the kept state of a version. Raises UserError if the state is damaged."""
         row = self._connection.execute("SELECT body, crc FROM states WHERE version = ?", (version,)).fetchone()
         state: dict[str, Any] = _body(self.file, f"the state of version {version}", "state", *row)
         return state
 
     def version_errors(self, name: str) -> AbstractContextManager[None]:
-        """Raises UserError if a part of this name has a field or a kind that this version of the program does not know,
-        or lacks one that has no default."""
+        """Raise UserError if a part `name` has a field or a kind unknown to this version of the program, or lacks a
+        field without a default."""
         return explain(
             (KeyError, TypeError, ValueError),
             f"The journal {self.file} was written by another version of this program ({name}: {{why}}): go on with the "
@@ -182,15 +183,15 @@ class Journal:
 
     @property
     def shortage(self) -> Shortage | None:
-        """Why the journal waits for the disk; None if it does not."""
+        """The shortage that the journal waits for; None without a wait."""
         return self._disk_retry.shortage
 
     async def durable(self, wait_for_room: bool = True) -> None:
-        """Return once everything that was appended before this call is on disk. Raises JournalError if the disk write
-        fails, and on every call after that.
+        """Return once everything appended before this call is on disk. Raises JournalError if the disk write fails, and
+        on every later call.
 
-        wait_for_room: False if a disk that is full, or does not answer, raises DiskShortageError. What was appended is
-        written later all the same.
+        wait_for_room: False to raise DiskShortageError if the disk is full or silent. The changes are still written
+        later.
         """
         target = self._appended
         while self._durable < target and self._failure is None:
@@ -240,12 +241,12 @@ class Journal:
 
 
 def event_checksum(kind: str, body: str) -> int:
-    """Of an event; kind: also `snapshot` and `state`. body: as it is stored."""
+    """The checksum of an event. kind: of the event, `snapshot` or `state`. body: the stored text."""
     return crc32(body.encode(), crc32(kind.encode()))
 
 
 def _body(file: Path, name: str, kind: str, body: str, crc: int) -> Any:
-    """The body of an event."""
+    """Return the body of an event, after a check of the checksum."""
     if crc != event_checksum(kind, body):
         raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
     return json.loads(body)
@@ -257,7 +258,7 @@ def _damaged(file: Path, what: str) -> UserError:
 
 @contextmanager
 def journal_copy(original: Path, folder: Path | None = None) -> Iterator[Journal]:
-    """A copy of a journal that may be in use. folder: for a copy that is kept. Raises UserError if it is damaged."""
+    """Open a copy of a journal, perhaps in use. folder: for a lasting copy. Raises UserError for a damaged journal."""
     with (
         TemporaryDirectory() as place,
         closing(Journal.open(copy_store(original, folder or Path(place)), original)) as journal,

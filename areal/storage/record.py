@@ -1,4 +1,4 @@
-"""The record of a run, read-only: what its folder says. Tools and pages that show runs open them by `Record` alone."""
+"""The record of a run, read from its folder without any change. Tools and pages that show runs use `Record` alone."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ NO_ROLLOUTS = rollout_files.SCHEMA.empty_table()
 
 
 class Record:
-    """The record of the run in `folder`. A part that the run did not write, because it ended early, is empty.
+    """The record of the run in `folder`. Parts that the run did not write, because it ended early, are empty.
 
     without: keys of the steps' metrics to leave out of memory. Raises UserError if the folder is not that of a run.
     """
@@ -65,7 +65,7 @@ class Record:
         self.folder = folder
         self.name = folder.resolve().name
         self.new_events = NewRecords(folder / EVENTS).read
-        """The events since the last call, in the order in which they were written."""
+        """Return the events since the last call, in the order of writing."""
         self.configuration, self.metrics = KeptConfiguration(folder), KeptMetrics(folder, without)
         self.rollouts, self.checkpoints = KeptRollouts(folder / ROLLOUTS), KeptCheckpoints(folder)
 
@@ -82,8 +82,8 @@ class Record:
         return read_object(text, f"{file}", "remove it to get a report without it.")
 
     def sample_pairs(self) -> list[dict[str, Any]]:
-        """Samples of the same held-out prompt side by side: prompt, answer, before, after (None if there is none). The
-        prompts whose scores have changed most come first."""
+        """Return samples of the same held-out prompt side by side: prompt, answer, before, after (None without a
+        sample). The prompts with the largest changes of score come first."""
         pairs: dict[str, dict[str, Any]] = {}
         for when in ("before", "after"):
             for sample in self.summary.get(f"samples_{when}") or ():
@@ -95,19 +95,19 @@ class Record:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events, in the order of their time."""
+        """The events, in the order of time."""
         records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
         return sorted(records, key=lambda event: event["time"])
 
     @property
     def last_written(self) -> float | None:
-        """The time at which the newest event was written, in seconds since 1970; None without events."""
+        """The time of the newest event's writing, in seconds since 1970; None without events."""
         file = self.folder / EVENTS
         return file.stat().st_mtime if file.is_file() else None
 
     @property
     def versions(self) -> list[int]:
-        """The versions whose weights are kept: the version that the run began with, and the checkpoints."""
+        """The versions with kept weights: the first version and the checkpoints."""
         return sorted({self.configuration.first_version, *map(version_of, self.checkpoints.folders)})
 
     def journal(self) -> AbstractContextManager[Journal]:
@@ -122,43 +122,43 @@ class Record:
 
 
 class KeptConfiguration:
-    """The configuration of the run in `folder`, and its changes."""
+    """The configuration of the run in `folder`, and the changes at each resumption."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @property
     def text(self) -> str:
-        """The contents of the file; empty if there is none."""
+        """The contents of the file; empty without a file."""
         file = self._folder / CONFIG
         return file.read_text(encoding="utf-8") if file.is_file() else ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of the configuration, unchecked; empty if there is none. The quickstart's model, which differs
-        from seed to seed, has its name in place of its folder."""
+        """The values of the configuration, unchecked; empty without a file. The quickstart's model, another folder for
+        each seed, has its name in place of the folder."""
         named = {"model": "quickstart"} if QUICKSTART_FOLDER.fullmatch(Path(self.model).name) else {}
         return _settings_in(self._folder) | named
 
     @property
     def model(self) -> str:
-        """The folder or the name of the model; empty if there is no configuration."""
+        """The folder or the name of the model; empty without a configuration."""
         return str(_settings_in(self._folder).get("model", ""))
 
     def tokenizer(self) -> Any | None:
-        """The tokenizer of the model; None if the folder of the model is not here, or has none."""
+        """Return the tokenizer of the model; None if the folder of the model is missing, or has no tokenizer."""
         return tokenizer_in(self.model)
 
     def load(self, overrides: Sequence[str] = ()) -> Config:
-        """The configuration, with overrides such as `key=value`. Raises UserError, also if there is none."""
+        """Return the configuration, with overrides such as `key=value`. Raises UserError, also without a file."""
         return config_of_run(self._folder, overrides)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Config:
-        """The configuration with other settings, by key. Raises UserError."""
+        """Return the configuration with other settings, by key. Raises UserError."""
         return config_with(self._folder, settings)
 
     def changed_after(self, step: int) -> dict[str, Any]:
-        """The settings by which the run trained `step`, as far as they were changed since, by key."""
+        """Return the settings by which the run trained `step`, by key, as far as they have changed since."""
         return changed_back(self._folder, step)
 
     @property
@@ -168,19 +168,19 @@ class KeptConfiguration:
 
     @property
     def origins(self) -> list[Origin]:
-        """The runs that a fork goes on from, the first one first."""
+        """The runs that a fork goes on from, oldest first."""
         return origins_of(self._folder)
 
     @property
     def first_version(self) -> int:
-        """The version that the run began with: the checkpoint that a fork goes on from, or else 0, the model."""
+        """The version at the begin of the run: of a fork's checkpoint, or else 0, the model."""
         return first_version(self._folder)
 
 
 class KeptMetrics:
-    """The metrics of the steps and the evaluations of the run in `folder`. Both are read once, and again by `update`.
+    """The metrics of the steps and the evaluations of the run in `folder`, read at first use and by `update`.
 
-    without: keys that are not kept in memory.
+    without: keys to leave out of memory.
     """
 
     def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
@@ -232,7 +232,7 @@ class KeptMetrics:
 
     @property
     def times(self) -> list[float]:
-        """The time of each step's commit: in seconds since 1970 or, if that is not recorded, in seconds of training."""
+        """The time of each step's commit, in seconds since 1970; in records without a time, in seconds of training."""
         times: list[float] = []
         for record in self.records:
             previous = times[-1] if times else 0.0
@@ -240,12 +240,12 @@ class KeptMetrics:
         return times
 
     def series(self, key: str) -> list[float]:
-        """A metric at every step; nan where it is missing or null."""
+        """Return a metric at every step; nan for a missing value or null."""
         return [number_or_nan(record.get(key)) for record in self.records]
 
     @property
     def files(self) -> list[Path]:
-        """The files of metrics and evaluations that are there, none of them a link out of the folder."""
+        """The existing files of metrics and evaluations, except links out of the folder."""
         files = [self._folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
         return [file for file in files if file.is_file() and not leaves(file, self._folder)]
 
@@ -262,11 +262,11 @@ class KeptCheckpoints:
         return checkpoints_in(self._folder)
 
     def of(self, version: int) -> Path:
-        """The folder for the checkpoint of a version, which need not be there."""
+        """The folder for the checkpoint of a version, existing or not."""
         return checkpoint_of(self._folder, version)
 
     def facts(self, checkpoint: Path) -> dict[str, Any] | None:
-        """What a checkpoint says of its training; None if that is missing or damaged."""
+        """Return the facts about a checkpoint's training; None if the file is missing or damaged."""
         return facts_of(checkpoint)
 
 
@@ -275,10 +275,10 @@ class KeptRollouts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lacking: dict[Path, list[str]] = {}  # columns, of each file that was looked at
+        self._lacking: dict[Path, list[str]] = {}  # by file: the missing columns
 
     def files(self) -> list[Path]:
-        """Oldest first. Raises UserError if one is no file of rollouts."""
+        """Return the files, oldest first. Raises UserError for a file without rollouts."""
         files = rollout_files.files(self.folder)
         for file in files:
             if file not in self._lacking:
@@ -287,7 +287,7 @@ class KeptRollouts:
 
     @property
     def lacks_columns(self) -> bool:
-        """Whether one of `files` was written by an earlier version, which had fewer columns."""
+        """Whether an earlier version, with fewer columns, wrote some of `files`."""
         return any(self._lacking.values())
 
     def groups_by_step(self) -> Counter[int]:
@@ -304,17 +304,17 @@ class KeptRollouts:
 
 
 def _in_short(records: Iterable[dict[str, Any]], without: Collection[str]) -> list[dict[str, Any]]:
-    """The records of steps, without the values that are left out."""
+    """Return the records of steps, without the values of the keys `without`."""
     return [{key: value for key, value in record.items() if key not in without} for record in records]
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run in a folder, which need not be there, can be resumed."""
+    """Whether the run in a folder, which may be missing, can be resumed."""
     return (folder / JOURNAL).is_file()
 
 
 def has_finished(folder: Path) -> bool:
-    """Whether a run in a folder, which need not be there, has reached its end."""
+    """Whether the run in a folder, which may be missing, has reached its end."""
     summary = read_summary(folder)
     return bool(summary and summary["ok"])
 
@@ -330,5 +330,5 @@ def _settings_in(folder: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _values(file: Path, changed: int) -> dict[str, Any]:
-    """The values of a configuration, kept until its file changes: each viewer of a page asks once a second."""
+    """Return the values of a configuration, cached until the file changes: each viewer of a page asks once a second."""
     return read_values(file)

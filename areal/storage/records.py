@@ -15,7 +15,7 @@ from areal.storage.run_files import CHANGES, EVALUATIONS, EVENTS, METRICS, OLDER
 
 log = structlog.get_logger()
 
-# What each record of a file has, with its type. Anybody may have made the folder: a record without these is damaged.
+# The required keys of each file's records, with types. Anybody may have made the folder: other records are damaged.
 COMMON: dict[str, dict[str, Any]] = {
     METRICS: {"step": int},
     EVALUATIONS: {"version": int},
@@ -26,8 +26,8 @@ COMMON |= {older: COMMON[file] for file, older in OLDER.items()}
 
 
 def whole_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are moved
-    to another file, NAME.damaged.jsonl, so that any reader of JSON can read this one, and told."""
+    """Yield the records of a file, and then cut the file after the last whole record. Damaged lines before are moved to
+    NAME.damaged.jsonl, with a warning: any reader of JSON can then read the file."""
     end = number = 0
     damaged: list[int] = []
     for record, place, line in _records(path):
@@ -44,11 +44,11 @@ def whole_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _move_damaged(path: Path, aside: Path) -> None:
-    """A crash in between leaves the damaged lines in both files, and the next call appends them again."""
+    """Move the damaged lines. A crash in between leaves them in both files, and the next call appends them again."""
     rewritten = path.with_name(f"{path.name}.tmp")
     rewritten.unlink(missing_ok=True)
     with path.open("rb") as lines, rewritten.open("xb") as whole_lines, aside.open("ab") as moved:
-        for line in lines:  # a long run has gigabytes of them
+        for line in lines:  # a long run has gigabytes
             (moved if record_of(line, path.name) is None else whole_lines).write(line)
         for file in (moved, whole_lines):
             file.flush()
@@ -57,7 +57,7 @@ def _move_damaged(path: Path, aside: Path) -> None:
 
 
 def set_aside(path: Path, older: Path) -> None:
-    """Move the records of a file to `older`, in place of those there. A crash in between leaves them in both."""
+    """Move the records of a file to `older`, replacing its records. A crash in between leaves them in both files."""
     copy = older.with_name(f"{older.name}.tmp")
     shutil.copyfile(path, copy)
     rename(copy, older)
@@ -70,7 +70,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
-    """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
+    """Move the records for which `moved` is true from `path` to `to`. An interrupted call is repeated."""
     lines: dict[bool, list[str]] = {True: [], False: []}
     for record in whole_records(path):
         lines[moved(record)].append(line_of(record))
@@ -81,17 +81,17 @@ def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) 
 
 
 def metrics_up_to(path: Path, step: int) -> bytes:
-    """The lines of a metrics.jsonl up to the record of `step`."""
+    """Return the lines of a metrics.jsonl up to the record of `step`."""
     end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
     return path.read_bytes()[:end] if end else b""
 
 
 def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file from offset `begin` on, with the offset of its end and its line number."""
+    """Yield the whole records of a file from offset `begin` on, each with the offset of its end and a line number."""
     if not path.exists():
         return
     end = begin
-    with path.open("rb") as file:  # by line: a long run has gigabytes of them
+    with path.open("rb") as file:  # by line: a long run has gigabytes
         file.seek(begin)
         for number, line in enumerate(file, 1):
             end += len(line)
@@ -100,13 +100,16 @@ def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, 
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """A record, which is not empty, as a line of a file, with a checksum, `crc`."""
+    """Return a record, not empty, as a line of a file, with the checksum `crc`.
+
+    >>> record_of(line_of({"step": 3}).encode())
+    {'step': 3}"""
     text = json.dumps(record)
     return f'{text[:-1]}, "crc": {crc32(text.encode())}}}\n'
 
 
 def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
-    """The record in a line of the file with that name; None if the line is not complete, or damaged."""
+    """Return the record in a line of the file `file`; None if the line is incomplete or damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # also a line of many brackets
@@ -131,7 +134,7 @@ class NewRecords:
     def read(self) -> list[dict[str, Any]]:
         """Return the records since the previous call."""
         if self._path.exists() and self._path.stat().st_size < self._place:
-            self._place = 0  # the file was replaced by a shorter one
+            self._place = 0  # a shorter file has replaced the file
         records = []
         for record, place, _ in _records(self._path, self._place):
             records.append(record)
@@ -140,7 +143,10 @@ class NewRecords:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record. Those of an object in it are named NAME/KEY."""
+    """Return the numbers of a record. Numbers of an object in the record are named NAME/KEY.
+
+    >>> flat({"loss": 0.5, "keys": {"a": 1}})
+    {'loss': 0.5, 'keys/a': 1.0}"""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
@@ -151,5 +157,5 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
 
 
 def new_steps(folder: Path) -> Callable[[], list[dict[str, Any]]]:
-    """Returns the metrics of the steps since its last call, of a run that may not have begun in `folder` yet."""
+    """Return a function that returns the metrics of the steps since its last call, of a run that may begin later."""
     return NewRecords(folder / METRICS).read

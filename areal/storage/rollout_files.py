@@ -1,4 +1,4 @@
-"""The files of rollouts: their columns, and how a file is read. A file may be anybody's, so its values are checked."""
+"""The files of rollouts: columns, and reading. A file may be anybody's, so all values are checked."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,76 +20,76 @@ ROWS_AT_ONCE = 1024
 _TEXT = pa.string()
 SCHEMA = pa.schema(
     {
-        "step": pa.int32(),  # that trained it, as in metrics.jsonl; null if none did
-        "place": pa.int32(),  # of the group in the batch; null if it was not trained
+        "step": pa.int32(),  # the training step, as in metrics.jsonl; null: not trained
+        "place": pa.int32(),  # place of the group in the batch; null: not trained
         "group": _TEXT,
         "prompt_index": pa.int64(),
-        "sample": pa.int32(),  # its number in the group
-        "branch": pa.int32(),  # its number in the sample
+        "sample": pa.int32(),  # number in the group
+        "branch": pa.int32(),  # number in the sample
         "fate": _TEXT,  # trained, filtered or discarded
-        "reason": _TEXT,  # of what was not trained
-        "row": _TEXT,  # of the data, JSON
+        "reason": _TEXT,  # null if the sample was trained
+        "row": _TEXT,  # row of the data, JSON
         "prompt": _TEXT,  # up to the first sampled token
-        "completion": _TEXT,  # from there on
+        "completion": _TEXT,  # from the first sampled token on
         "turns": pa.int32(),  # pieces of sampled tokens
         "prompt_tokens": pa.int32(),
-        "completion_tokens": pa.int32(),  # sampled ones
+        "completion_tokens": pa.int32(),  # sampled tokens
         "reward": pa.float64(),
         "reward_parts": _TEXT,  # JSON
-        "advantage": pa.float64(),  # mean over the sampled tokens, 0 for those that are not in the loss
+        "advantage": pa.float64(),  # mean over the sampled tokens, 0 for tokens outside the loss
         "finish": _TEXT,  # stop or length
         "start_version": pa.int32(),  # oldest version of a sampled token in the sample
-        "staleness": pa.int32(),  # of the group; null if it was not trained
-        "generators": _TEXT,  # that sampled it, comma-separated
+        "staleness": pa.int32(),  # staleness of the group; null: not trained
+        "generators": _TEXT,  # generators of its tokens, comma-separated
         "began": pa.float64(),  # seconds since 1970
         "seconds": pa.float64(),
         "waited": pa.float64(),  # seconds from the group's permit to `began`
         "scoring": pa.float64(),  # part of `seconds`
         "shared": pa.int32(),  # first tokens in common with the branch before
         **{name: pa.list_(pa.from_numpy_dtype(column.dtype)) for name, column in COLUMNS.items()},
-        **{name: pa.list_(pa.float32()) for name in TokenValues._fields},  # null if it was not trained
+        **{name: pa.list_(pa.float32()) for name in TokenValues._fields},  # null: not trained
     },
     metadata={"areal_rollouts": str(FORMAT_VERSION)},
 )
 OPTIONAL = {"waited", "scoring", *TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.engine)}
-"""A file of an earlier version may lack these columns, which are null in its rows. A new column is one of them."""
+"""A file of an earlier version may lack these columns; they are read as null. Every new column is added here."""
 REQUIRED = {
     *("group", "prompt_index", "sample", "branch", "fate", "row", "prompt", "completion", "reward", "reward_parts"),
     *("finish", "shared"),
     *(name for name, column in COLUMNS.items() if column.engine),
 }
-"""Columns that have a value in every row."""
+"""Columns with a value in every row."""
 LONG = {*COLUMNS, "row", "prompt", "completion"}
-"""Columns that take long to read."""
+"""Columns that are slow to read."""
 _BY_TOKEN = {*TokenValues._fields, *(name for name, column in COLUMNS.items() if not column.wide)}
 LEAST = {"tokens": 0, "versions": NOT_SAMPLED, "shared": 0, "sample": 0, "branch": 0, "step": 0, "place": 0}
 """The least values of columns."""
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of rollouts in `folder`, oldest first."""
+    """Return the files of rollouts in `folder`, oldest first."""
     return sorted((p for p in folder.glob("*.parquet") if p.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 class RolloutFile:
-    """A file of rollouts to read. lacking: the columns of SCHEMA that the file does not have; they are read as null."""
+    """An open file of rollouts. lacking: the columns of SCHEMA that are missing in the file, and are read as null."""
 
     def __init__(self, parquet: pq.ParquetFile) -> None:
         self.parquet = parquet
         self.lacking = [name for name in SCHEMA.names if name not in parquet.schema_arrow.names]
 
     def read(self, columns: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
-        """These columns of all row groups, or of some."""
+        """Return the columns of all row groups, or of some."""
         numbers = range(self.parquet.num_row_groups) if row_groups is None else row_groups
         return self._filled(self.parquet.read_row_groups(list(numbers), self._present(columns)), columns)
 
     def batches(self, rows: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """These columns of at most so many rows at a time."""
+        """Yield the columns, at most `rows` rows at a time."""
         for batch in self.parquet.iter_batches(rows, columns=self._present(columns)):
             yield self._filled(batch, columns)
 
     def check_nulls(self) -> None:
-        """Raises pa.ArrowInvalid if a row lacks something, by what the file says of its columns."""
+        """Raise pa.ArrowInvalid if a row lacks a value, by the statistics of the file's columns."""
         facts = self.parquet.metadata
         groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
         for column in (group.column(number) for group in groups for number in range(group.num_columns)):
@@ -106,7 +106,7 @@ class RolloutFile:
         by_token = [name for name in self._present(columns) if name in _BY_TOKEN]
         for name in by_token[1:]:
             same = pc.equal(*(pc.list_value_length(rows[each]) for each in (by_token[0], name)))
-            if pc.all(same).as_py() is False:  # None: one of them has none
+            if pc.all(same).as_py() is False:  # None: a row without a list
                 raise pa.ArrowInvalid(f"the columns {by_token[0]} and {name} of a row differ in length")
         for name in columns:
             if name in self.lacking:
@@ -115,7 +115,7 @@ class RolloutFile:
 
 
 def _check(name: str, column: Any) -> None:
-    """Raises pa.ArrowInvalid for values that no run writes: a file may be anybody's."""
+    """Raise pa.ArrowInvalid for values that no run writes: a file may be anybody's."""
     if name in REQUIRED and column.null_count:
         raise pa.ArrowInvalid(f"a row has no {name}")
     if pa.types.is_list(column.type):
@@ -134,7 +134,7 @@ def _check(name: str, column: Any) -> None:
 
 
 def parts_of(text: str) -> dict[str, float]:
-    """The parts of a reward by name. Raises pa.ArrowInvalid."""
+    """Return the parts of a reward by name. Raises pa.ArrowInvalid."""
     parts = _read_json(text)
     if not isinstance(parts, dict) or not all(isinstance(part, int | float) for part in parts.values()):
         raise pa.ArrowInvalid("the parts of a reward are no numbers by name")
@@ -148,8 +148,8 @@ def _read_json(text: str) -> Any:
 
 @contextmanager
 def opened(path: Path) -> Iterator[RolloutFile]:
-    """A file of rollouts to read. Raises UserError if it cannot be read, if it lacks a column that is not OPTIONAL, or
-    if it has a column that this version does not know, or of another type."""
+    """Open a file of rollouts. Raises UserError if the file cannot be read, lacks a column that is not OPTIONAL, or has
+    a column that is unknown to this version or has another type."""
     message = f"The rollouts in {path} cannot be read ({{why}}): move the file away."
     with explain((OSError, pa.ArrowException), message), pq.ParquetFile(path, page_checksum_verification=True) as file:
         columns = RolloutFile(file)
@@ -166,15 +166,15 @@ def opened(path: Path) -> Iterator[RolloutFile]:
 
 
 def lacking(path: Path) -> list[str]:
-    """The columns that a file of rollouts does not have, as in RolloutFile. Raises UserError if a file that is there is
-    none of rollouts, or has values that no run writes."""
+    """Return the missing columns of a file, as in RolloutFile. Raises UserError if an existing file has no rollouts, or
+    values that no run writes."""
     try:
         with opened(path) as file:
             file.check_nulls()
-            file.read([*(REQUIRED - LONG)])  # whose values are checked
+            file.read([*(REQUIRED - LONG)])  # reading checks the values
             return file.lacking
     except UserError:
-        if path.exists():  # a run removes its oldest files
+        if path.exists():  # a run removes the oldest files
             raise
         return []
 
@@ -185,7 +185,7 @@ def read_columns(path: Path, columns: list[str]) -> pa.Table:
 
 
 def run_of(path: Path) -> str:
-    """The identity of the run that a file is of; empty if it has none or cannot be read."""
+    """Return the identity of a file's run; empty if the file has none or cannot be read."""
     try:
         metadata = pq.read_schema(path).metadata or {}
     except (OSError, pa.ArrowException):

@@ -1,8 +1,8 @@
 """Rollouts: the samples of a run with their fate, in Parquet files, rollouts/000001.parquet and so on.
 
-A row is a branch of a sample; most samples have one. `rollout_files` has the columns, docs/observe.md explains them. A
-file is written whole, or not at all. The trained groups of a step are all in one file, so after a crash the newest step
-in the files says where to go on. The oldest files are removed once all together are larger than a limit.
+A row is a branch of a sample; most samples have one branch. `rollout_files` has the columns, docs/observe.md explains
+them. A file is written whole, or not at all. The trained groups of a step are all in one file: after a crash the newest
+step in the files says where to go on. The oldest files are removed once all files exceed a limit.
 """
 
 import json
@@ -33,21 +33,21 @@ log = structlog.get_logger()
 Fate = Literal["trained", "filtered", "discarded"]
 
 ONE_OF = 16
-"""`sample` keeps one group of this many."""
+"""`sample` keeps one group of this number."""
 TOKENS_AT_ONCE = 1 << 20
-"""Tokens of a row group (one more row at most), which limits the memory that writing takes."""
+"""The most tokens of a row group (and one more row), which limit the memory for writing."""
 KNOWN_GROUPS = 10_000
-"""Ids of the newest groups: one that arrives a second time, also after it was trained, is not added again."""
+"""The number of known ids of newest groups: a group that arrives again, even after its training, is not added."""
 PATIENCE_SECONDS = 60.0
-"""How long a write may keep others waiting: rollouts are a record, and a run does not stand still for it."""
+"""How long a write may keep other writes waiting: a run does not stand still for rollouts, which are a record."""
 MOST_BYTES = 256 << 20
-"""Groups that come while so many bytes wait for a slow write are left out, and counted."""
+"""The most bytes that wait for a slow write. Further groups are left out, and counted."""
 _DICTIONARY = ["group", "fate", "reason", "row", "prompt", "reward_parts", "finish", "generators"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A group and its fate. step, place, values: None if it was not trained."""
+    """A group and its fate. step, place, values: None for a group without training."""
 
     group: Group
     fate: Fate
@@ -61,9 +61,9 @@ class RolloutWriter:
     """Writes the rollouts of a run into `folder`. Every method may be called from any thread.
 
     selection: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
-    `step`: the newest step whose trained groups are in the files or added. `waiting`: bytes that `write` would write,
-    before they are compressed; `lost`: groups that were left out because a write took too long. `run`: the identity of
-    the run, which each file has.
+    `step`: the newest step with trained groups in the files or added. `waiting`: bytes for the next `write`, before
+    compression. `lost`: groups left out because a write took too long. `run`: the identity of the run, written into
+    each file.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RolloutWriter:
             self._newest_ids.extend(ids)
 
     def earlier(self) -> Iterator[tuple[int, list[str]]]:
-        """What earlier trainers of the run have stored: the newest step and the ids of the groups of each file."""
+        """Yield the newest step and the ids of the groups of each file that earlier trainers of the run have stored."""
         for path in files(self._folder):
             self._number = int(path.stem)
             try:
@@ -94,14 +94,14 @@ class RolloutWriter:
             yield pc.max(table["step"]).as_py() or 0, table["group"].unique().to_pylist()
 
     def assign(self, run: str) -> None:
-        """Write for the run with this identity. Raises UserError if the files are of another one."""
+        """Write for the run with this identity. Raises UserError if the files are of another run."""
         self.run = run
         for path in files(self._folder)[-1:]:
             if run_of(path) not in ("", run):
                 raise UserError(f"The rollouts in {self._folder} are those of another run: move the folder away.")
 
     def add_trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
-        """Add the groups that a step has trained, unless the files have this step."""
+        """Add the groups that a step has trained, unless the files have the step."""
         if step <= self.step:
             return
         start = 0
@@ -113,13 +113,13 @@ class RolloutWriter:
         self.step = step
 
     def add_untrained(self, group: Group, fate: Fate, reason: str) -> None:
-        """Add a group that is not trained, unless it was added before."""
+        """Add a group without training, unless the group was added before."""
         if group.id not in self._newest_ids:
             self._add(Rollout(group, fate, reason))
 
     def write(self) -> None:
-        """Write what was added into a new file. If the disk is full, it is kept for the next call; if that raises
-        anything else, it is lost. Nothing is written while another thread writes for longer than PATIENCE_SECONDS."""
+        """Write the added rollouts into a new file. If the disk is full, the next call writes them; after any other
+        error they are lost. Nothing is written if another thread writes for longer than PATIENCE_SECONDS."""
         if not self._writing.acquire(timeout=PATIENCE_SECONDS):
             return
         try:
@@ -169,9 +169,9 @@ class RolloutWriter:
 
 
 _OF_BRANCHES = ("row", "sample", "branch", "shared", "start_version", "staleness")
-"""Columns that a row has as they are."""
+"""Columns with a value of the branch."""
 _OF_NOTES = ("began", "seconds", "waited", "scoring")
-"""Columns that a note has as they are."""
+"""Columns with a value of the note."""
 
 
 class _Branch(NamedTuple):
@@ -206,7 +206,7 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
 
 
 def _portions(branches: Iterable[_Branch]) -> Iterator[list[_Branch]]:
-    """The branches of each row group."""
+    """Yield the branches of each row group."""
     portion: list[_Branch] = []
     tokens = 0
     for branch in branches:
@@ -267,7 +267,7 @@ def _lists(arrays: Sequence[np.ndarray | None], column: str) -> pa.Array:
 
 @contextmanager
 def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Writes a file that is there, and on disk, only once it is whole."""
+    """Write a file that appears, and is on disk, only once it is whole."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         with pq.ParquetWriter(

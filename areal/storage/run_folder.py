@@ -1,8 +1,8 @@
 """Reads and writes the run folder.
 
-It has the files of areal.storage.run_files (fork.json if it is a fork, secrets.json if the configuration has secrets),
-tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, while the run goes on, address and keys/
-(areal.storage.claim) and reserve (areal.storage.disk).
+The folder has the files of areal.storage.run_files (fork.json in a fork, secrets.json for a configuration with
+secrets), tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, while the run goes on, address and
+keys/ (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
 import json
@@ -41,15 +41,15 @@ from areal.storage.run_files import (
 
 log = structlog.get_logger()
 
-# Of a checkpoint: what it says of its training.
+# The file in a checkpoint with facts about its training.
 STATE_FILE = "training/state.json"
 
-# The first step whose waits are counted. In the steps before it the trainer waits for the first groups in any case.
+# The first step with counted waits. In earlier steps the trainer waits for the first groups in any case.
 STEADY = 3
 
 
 class Origin(NamedTuple):
-    """A run that another one goes on from: its name, folder and identity, and the step of the checkpoint."""
+    """A run that a fork goes on from: name, folder, identity, and the step of the checkpoint."""
 
     name: str
     folder: str
@@ -58,11 +58,11 @@ class Origin(NamedTuple):
 
 
 class RunFolder:
-    """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
-    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are moved to
-    metrics.damaged.jsonl and evaluations.damaged.jsonl.
+    """The folder of a run's results. The master writes the folder. On resumption, summary.json and report.html are
+    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged records are moved
+    to metrics.damaged.jsonl and evaluations.damaged.jsonl.
 
-    run: the identity of the run, which each record has. `filling`: what is to be said of a disk that fills."""
+    run: the identity of the run, for each record. `filling`: a sentence about a disk that fills, else ""."""
 
     def __init__(self, config: Config, run: str = "") -> None:
         self.path = config.folder
@@ -70,7 +70,7 @@ class RunFolder:
         self._step = 0
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
-        self._seconds = self._idle = 0.0  # of the trainer, from step STEADY on
+        self._seconds = self._idle = 0.0  # the trainer's seconds from step STEADY on
         for name in (SUMMARY, REPORT):
             (self.path / name).unlink(missing_ok=True)
         store_configuration(config)
@@ -90,10 +90,10 @@ class RunFolder:
         self._flush_events = events.flush
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one step's record, with the time. It is on disk on return. One that is there already is skipped."""
+        """Append a step's record, with the time. It is on disk on return. A step that is already there is skipped."""
         if metrics["step"] <= self._step:
             return
-        # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
+        # A restarted master repeats only the last record: earlier records have to survive a crash of the machine.
         free = free_bytes(self.path)
         if self._metrics.stat().st_size > self._most_metrics:
             set_aside(self._metrics, self.path / OLDER[METRICS])
@@ -106,7 +106,7 @@ class RunFolder:
         self.filling = warning and (self.filling or warning)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """Append one version's result, with the time. It is on disk on return. One that is there already is skipped."""
+        """Append a version's result, with the time. It is on disk on return. A known version is skipped."""
         if evaluation["version"] in self._evaluated:
             return
         append(self._evaluations, self._line(evaluation))
@@ -116,7 +116,7 @@ class RunFolder:
         return line_of(record | {"run": self._run, "time": time.time()})
 
     def _update_totals(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] <= self._step:  # a crash has left it in both files
+        if metrics["step"] <= self._step:  # a crash has left the step in both files
             return
         self._step = metrics["step"]
         self._staleness_max = max(self._staleness_max, metrics["staleness_max"])
@@ -139,12 +139,12 @@ class RunFolder:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The contents of summary.json of the run in `folder`; None: it is not over, or the file is damaged."""
+    """Return the contents of summary.json in `folder`; None if the run is not over, or the file is damaged."""
     return _object_in(folder / SUMMARY)
 
 
 def _object_in(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if the file cannot be read, or is damaged."""
+    """Return the JSON object in a file; None if the file is unreadable or damaged."""
     try:
         value = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
@@ -153,27 +153,27 @@ def _object_in(file: Path) -> dict[str, Any] | None:
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
-    """The folder for the checkpoint of a version of the run in `folder`."""
+    """Return the folder for the checkpoint of a version of the run in `folder`."""
     return folder / "checkpoints" / f"step_{version:06}"
 
 
 def version_of(checkpoint: Path) -> int:
-    """The version of which a folder is the checkpoint."""
+    """Return the version of a checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def metrics_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The metrics of each step of the run in `folder`, as far as they are kept."""
+    """Yield the kept metrics of each step of the run in `folder`."""
     step = 0
     for record in chain(read_records(folder / OLDER[METRICS]), read_records(folder / METRICS)):
-        if record["step"] > step:  # a crash may have left it in both files
+        if record["step"] > step:  # a crash may have left the step in both files
             step = record["step"]
             yield record
 
 
 def lost_metrics(folder: Path, version: int) -> list[str]:
-    """A sentence about the steps before `version` whose metrics the run in `folder` has lost; none if it has all. The
-    metrics of the newest step are written again at a restart. Metrics beyond a limit of size are not lost."""
+    """Return a sentence about the steps before `version` with lost metrics in `folder`; empty if no metrics are lost. A
+    restart writes the metrics of the newest step again. Metrics beyond a limit of size are not lost."""
     steps = [record["step"] for record in metrics_of(folder)]
     first = steps[0] if steps and (folder / OLDER[METRICS]).exists() else first_version(folder) + 1
     if not (lost := sorted({*range(first, version)} - {*steps})):
@@ -185,35 +185,35 @@ def lost_metrics(folder: Path, version: int) -> list[str]:
 
 
 def steps_trained(folder: Path) -> int:
-    """The number of steps that the run in `folder` has trained."""
+    """Return the number of trained steps of the run in `folder`."""
     return max((record["step"] for record in metrics_of(folder)), default=0)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of the run in `folder`, model folders, oldest first. Others are copies that a user has made."""
+    """Return the checkpoints of the run in `folder`, model folders, oldest first. Other names are a user's copies."""
     return sorted(path for path in folder.glob("checkpoints/step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of its training; None if that is missing or damaged."""
+    """Return the facts about a checkpoint's training; None if the file is missing or damaged."""
     file = checkpoint / STATE_FILE
     return record_of(file.read_bytes()) if file.is_file() else None
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
+    """Return the newest checkpoint of the run in `folder`, a model folder; None without a checkpoint."""
     return next(reversed(checkpoints_in(folder)), None)
 
 
 def ways_out(folder: Path) -> str:
-    """What to do if the record of the run in `folder` is not whole, for the end of a sentence."""
+    """Return the remedies for a damaged record of the run in `folder`, for the end of a sentence."""
     newest = last_checkpoint(folder)
     weights = f" from its weights with model={newest}" if newest else ""
     return f"put back a backup of {folder} (areal backup), or start a new run{weights}."
 
 
 def ways_on(folder: Path, without: Path | None = None) -> str:
-    """What to do if the spool of a run, or the checkpoint `without`, is not whole, for the end of a sentence."""
+    """Return the remedies for a damaged spool, or for the damaged checkpoint `without`, for the end of a sentence."""
     checkpoints = [path for path in checkpoints_in(folder) if path != without]
     if not checkpoints:
         return ways_out(folder)
@@ -221,8 +221,8 @@ def ways_on(folder: Path, without: Path | None = None) -> str:
 
 
 def compare_record(folder: Path, run: str, version: int) -> None:
-    """Compare what else the run in `folder` has kept with its journal, which is of the run with the identity `run` and
-    has trained `version`. Raises UserError if the journal is the older, or if they are not of one run."""
+    """Compare the parts of the run in `folder` with its journal, by the journal's run identity `run` and trained
+    `version`. Raises UserError if the journal is older than a part, or if a part is of another run."""
     journal, metrics, newest = folder / JOURNAL, folder / METRICS, last_checkpoint(folder)
     # The checkpoint of a step may be on disk before the step is in the journal.
     steps = {str(newest): version_of(newest) - 1} if newest else {}
@@ -241,8 +241,8 @@ def compare_record(folder: Path, run: str, version: int) -> None:
 
 
 def store_configuration(config: Config) -> None:
-    """Write config.yaml into the folder of a run, which is made if it is missing. The values that it does not show are
-    in a file of their own, for the user's eyes alone; a master reads them at its start."""
+    """Write config.yaml into the folder of a run, which is made if it is missing. Hidden values are written into a file
+    for the user's eyes alone; a master reads the file at its start."""
     config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if secrets := secrets_in(config.model_dump(mode="json")):
         replace(config.folder / SECRETS, json.dumps(secrets), mode=0o600)
@@ -252,7 +252,7 @@ def store_configuration(config: Config) -> None:
 
 
 def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool = False) -> Config:
-    """The configuration of the run in `folder`, with `overrides`. secrets: also what it hides. Raises UserError."""
+    """Return the configuration of the run in `folder`, with `overrides`. secrets: with secrets. Raises UserError."""
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
@@ -260,8 +260,8 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
 
 
 def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = False) -> Config:
-    """The configuration of the run in `folder` with other settings, by their keys. If the objective is among them, what
-    the run's has brought along goes with it, and the new one brings its own. Raises UserError."""
+    """Return the configuration of the run in `folder` with other settings, by key. A new objective brings its own
+    settings, and the settings of the run's objective go. Raises UserError."""
     stored = config_of_run(folder, secrets=secrets)
     values = stored.model_dump(mode="json")
     if "trainer.objective" in settings:
@@ -273,26 +273,26 @@ def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = Fa
 
 
 def origins_of(folder: Path) -> list[Origin]:
-    """The runs that the one in `folder` goes on from, the first one first; none if it is no fork."""
+    """Return the runs that the run in `folder` goes on from, oldest first; empty unless the run is a fork."""
     file = folder / FORK
     return [Origin(**row) for row in json.loads(file.read_text())] if file.is_file() else []
 
 
 def first_version(folder: Path) -> int:
-    """The version that the run in `folder` has begun with: that of a fork's checkpoint, else 0, its model."""
+    """Return the first version of the run in `folder`: the version of a fork's checkpoint, else 0, the model."""
     return origins[-1].step if (origins := origins_of(folder)) else 0
 
 
 def configuration_to_resume(
     folder: Path, file: Path | None, overrides: Sequence[str], from_step: int | None = None
 ) -> Config:
-    """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
-    from_step: where the run goes back to.
+    """Return the configuration for resuming the run in `folder`: the stored configuration, or the configuration in
+    `file`, with `overrides`. from_step: the step that the run goes back to.
 
-    The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
-    has trained more than `steps`, or if the configuration differs in a key that may not change.
+    The run goes on in `folder`, even if the folder was moved. Raises UserError if there is no run, if the run has
+    reached its end or has trained more than `steps`, or if the configuration differs in a key that may not change.
     """
-    begun = from_step is not None or (folder / METRICS).exists()  # else it was stopped while its model was made
+    begun = from_step is not None or (folder / METRICS).exists()  # else the run was stopped while its model was made
     if not (folder / CONFIG).is_file() or (begun and not (folder / JOURNAL).is_file()):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
     stored = config_of_run(folder, secrets=True)
@@ -333,16 +333,16 @@ def configuration_to_resume(
 
 
 def is_elsewhere(old: Any, new: Any) -> bool:
-    """Whether a file or folder that a key names was moved, or is in another place on this machine."""
+    """Whether a file or folder that a key names was moved, or is at another path on this machine."""
     if not isinstance(old, str) or not isinstance(new, str):
         return False
     return Path(old).is_absolute() and not Path(old).exists() and Path(new).exists()
 
 
 def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
-    """Append to changes.jsonl what `config` changes in the configuration of a run that is resumed, and the first step
-    for which it holds. Returns the changes in words. trained: the number of steps whose batches are fixed. checkpoint:
-    the version from which the trainer redoes them."""
+    """Append to changes.jsonl the changes by `config` in the configuration of a resumed run, with the first step of
+    each change. Return the changes in words. trained: the number of steps with fixed batches. checkpoint: the version
+    from which the trainer redoes steps."""
     stored = config_of_run(config.folder, secrets=True)
     sentences, lines = [], ""
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
@@ -356,13 +356,13 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
 
 
 def end_of(folder: Path, step: int) -> list[str]:
-    """The overrides with which the run in `folder` ends at `step`. Its learning rates stay: steps may be redone."""
+    """Return the overrides that end the run in `folder` at `step`. The learning rates stay: steps may be redone."""
     config = config_of_run(folder)
     return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
 
 
 def _jumps(stored: Config, config: Config, checkpoint: int) -> list[str]:
-    """Says so if a longer schedule changes the learning rate where the run goes on, from `checkpoint` on."""
+    """Return a sentence if a longer schedule changes the learning rate from `checkpoint` on."""
     shares = [
         c.trainer.lr_share(checkpoint * c.trainer.minibatches, c.optimizer_steps) * c.trainer.lr / stored.trainer.lr
         for c in (stored, config)
@@ -377,7 +377,7 @@ def _jumps(stored: Config, config: Config, checkpoint: int) -> list[str]:
 
 
 def hold_changes_from(folder: Path, step: int) -> None:
-    """Settings that were changed after `step`, to which the run has gone back, hold from this step on."""
+    """Make settings that were changed after `step`, the step that the run has gone back to, hold from `step` on."""
     changes = list(read_records(folder / CHANGES))
     if any(change["step"] > step for change in changes):
         lines = (line_of(change | {"step": min(step, change["step"])}) for change in changes)
@@ -385,6 +385,6 @@ def hold_changes_from(folder: Path, step: int) -> None:
 
 
 def changed_back(folder: Path, step: int) -> dict[str, Any]:
-    """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
+    """Return the settings by which the run in `folder` trained `step`, by key, as far as they have changed since."""
     changes = [change for change in read_records(folder / CHANGES) if is_under(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}

@@ -1,7 +1,7 @@
-"""The calls of a sample to the policy, as they are saved while the sample is not finished.
+"""The saved calls of an unfinished sample to the policy.
 
-Whoever samples it again begins with them: a call with the same prompt goes on from its saved tokens. The prompt itself
-is not saved, because the workflow makes it again; its digest is.
+A new attempt at the sample begins with the saved calls: a call with the same prompt goes on from the saved tokens. The
+workflow makes the prompt again, so only the prompt's digest is saved.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _OF_CALLS = {"prompts": np.uint8, "limits": np.int32, "lengths": np.int32, "fini
 
 @dataclass(frozen=True, slots=True)
 class SavedCall:
-    """prompt: `digest_of` its prompt. limit: most tokens, or `NO_LIMIT`. sampled: its tokens so far, not none."""
+    """prompt: `digest_of` the prompt. limit: most tokens, or `NO_LIMIT`. sampled: the tokens so far, at least one."""
 
     prompt: bytes
     limit: int
@@ -28,14 +28,14 @@ class SavedCall:
 
 
 def digest_of(prompt: np.ndarray, pictures: Sequence[str] = ()) -> bytes:
-    """Of the tokens of a prompt, int32 [n], and the names of its pictures."""
+    """Return the digest of a prompt's tokens, int32 [n], and of the names of its pictures."""
     digest = blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES)
     digest.update("".join(pictures).encode())
     return digest.digest()
 
 
 def packed(calls: Sequence[SavedCall], notes: str = "") -> bytes:
-    """At least one call as a frame: 12 bytes a token, and 25 a call. notes: what else its owner needs to go on."""
+    """Return at least one call as a frame: 12 bytes a token, and 25 a call. notes: text for the sample's owner."""
     values = (
         np.frombuffer(b"".join(call.prompt for call in calls), np.uint8),
         [call.limit for call in calls],
@@ -48,13 +48,13 @@ def packed(calls: Sequence[SavedCall], notes: str = "") -> bytes:
 
 
 def notes_of(frame: bytes | memoryview) -> str:
-    """The notes of a frame of calls; empty if it has none."""
+    """Return the notes of a frame of calls; empty without notes."""
     notes = unpack(frame).get("notes")
     return "" if notes is None else notes.tobytes().decode()
 
 
 def unpacked(frame: bytes | memoryview) -> list[SavedCall]:
-    """The inverse of `packed`. Raises ValueError if this cannot be of calls."""
+    """The inverse of `packed`. Raises ValueError if the frame cannot be of calls."""
     arrays = unpack(frame)
     arrays.pop("notes", None)
     if missing := _OF_CALLS.keys() - arrays.keys():

@@ -1,4 +1,4 @@
-"""Chooses samples of kept rollouts as data to train on: the best of each group, or pairs of a good and a bad one."""
+"""Chooses samples of kept rollouts as training data: the best of each group, or pairs of a good and a bad sample."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -12,12 +12,12 @@ from areal.storage.run_files import ROLLOUTS
 from areal.storage.stored_groups import rows_of
 
 COLUMNS = ("group", "sample", "reward", "finish")
-"""What choosing needs of each row."""
+"""The columns by which samples are chosen."""
 ROWS_AT_ONCE = 256
 
 
 class RolloutSample(NamedTuple):
-    """A sample of a group. rows: its branches, with the columns that were asked for."""
+    """A sample of a group. rows: the branches of the sample, with the requested columns."""
 
     reward: float
     finish: str
@@ -25,14 +25,13 @@ class RolloutSample(NamedTuple):
 
 
 def rollouts_in(folder: Path) -> Path | None:
-    """The folder of rollouts: `folder` itself, or the one in the run folder `folder`; None if there is none."""
+    """Return the folder of rollouts: `folder` itself, or the one in the run folder `folder`; None without rollouts."""
     return next((place for place in (folder, folder / ROLLOUTS) if files(place)), None)
 
 
 def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of the rollouts in `folder` in the order of the files, some at a time; lists of numbers are arrays.
-
-    Raises UserError if a file cannot be read.
+    """Yield the rows of the rollouts in `folder` in the order of the files, ROWS_AT_ONCE at a time; lists of numbers
+    are arrays. Raises UserError if a file cannot be read.
     """
     for path in files(folder):
         with opened(path) as file:
@@ -41,22 +40,22 @@ def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[RolloutSample]]:
-    """The samples of each group. rows: with COLUMNS; those of a group follow each other, those of a sample too."""
+    """Yield the samples of each group. rows: with COLUMNS; the rows of a group, and of a sample, follow each other."""
     for _, of_group in groupby(rows, key=itemgetter("group")):
         samples = [list(of_sample) for _, of_sample in groupby(of_group, key=itemgetter("sample"))]
         yield [RolloutSample(branches[0]["reward"], branches[0]["finish"], branches) for branches in samples]
 
 
 def chosen(group: Sequence[RolloutSample], *, best: bool = True, least: float | None = None) -> list[RolloutSample]:
-    """The samples to imitate: of those that the policy ended itself, with a reward of at least `least` (None: above 0),
-    the one with the highest reward (the first of equals) or, if not `best`, all."""
+    """Return the samples to imitate. Candidates ended by themselves and have a reward of at least `least` (None: above
+    0). The first candidate with the highest reward is returned or, if not `best`, all candidates."""
     good = [s for s in group if s.finish == "stop" and (s.reward > 0 if least is None else s.reward >= least)]
     return [max(good, key=lambda s: s.reward)] if good and best else good
 
 
 def pair(group: Sequence[RolloutSample], *, least: float | None = None) -> tuple[RolloutSample, RolloutSample] | None:
-    """The best sample that the policy ended itself, if its reward is at least `least`, and the worst sample; of equals
-    the first. None if their rewards differ by no more than rounding."""
+    """Return the best sample that ended by itself, with a reward of at least `least`, and the worst sample; at equal
+    rewards the first. None if the two rewards differ by no more than rounding."""
     good = [s for s in group if s.finish == "stop" and (least is None or s.reward >= least)]
     if not good:
         return None

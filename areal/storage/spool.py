@@ -1,7 +1,7 @@
-"""The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the step of their
-group, and what is sampled of those that are not finished.
+"""The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the training step
+of their group. It also keeps the calls of unfinished samples.
 
-A group is in it as parts, of one sample each, whose frames are stored as they came."""
+A group is stored as parts of one sample each. The frame of a sample is stored as it came."""
 
 import json
 import os
@@ -41,7 +41,7 @@ _PART = "place, prompt_index, crc, note, row, frame"
 _IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
 _PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ?, ? {_IF_ROOM}"
 _FINISHED = "DELETE FROM unfinished WHERE id = ? AND place = ?"
-# What arrives late replaces nothing newer, which has a higher number, or else more tokens.
+# Late calls replace no newer calls, which have a higher number, or else more tokens.
 _PUT_CALLS = """
     INSERT INTO unfinished SELECT ?, ?, ?, ?, ?, ?, ? WHERE NOT EXISTS (SELECT 1 FROM parts WHERE id = ? AND place = ?)
     ON CONFLICT DO UPDATE SET oldest = excluded.oldest, number = excluded.number, crc = excluded.crc,
@@ -52,23 +52,23 @@ _MOVE_CALLS = """
     AND NOT EXISTS (SELECT 1 FROM parts WHERE id = ?1 AND place = ?3)
 """
 
-# The fields of a note that are sequences.
+# The fields of a note with sequences.
 _SEQUENCES = "generators", "marks", "gave"
 
 Changes = tuple[tuple[str, tuple[Any, ...]], ...]
-"""Statements, each with its values, that belong together."""
+"""Statements with their values, for one transaction."""
 
 
 class SpoolPart(NamedTuple):
-    """A group with one sample alone, and the frame of the sample (`Trajectory.frame`)."""
+    """A group with a single sample, and the frame of the sample (`Trajectory.frame`)."""
 
     group: Group
     frame: bytes | memoryview
 
 
 class StoredGroup(NamedTuple):
-    """What the spool has of a group. places: of its parts, ascending; empty if it has never had any, or was forgotten.
-    group: the group once all of its parts are there."""
+    """A group in the spool. places: of the stored parts, ascending; empty for an unknown or forgotten group. group: the
+    whole group once all parts are stored."""
 
     places: tuple[int, ...]
     group: Group | None
@@ -79,14 +79,14 @@ class SpoolError(Exception):
 
 
 class SpoolDamage(SpoolError, UserError):
-    """A group is not in the spool as it was stored."""
+    """A group is missing in the spool, or damaged."""
 
 
 class SpoolFile:
-    """The SQLite file of a spool. Any thread may call its methods. A change is on disk when its method returns.
+    """The SQLite file of a spool. Any thread may call the methods. A change is on disk when its method returns.
 
-    connection: usable from several threads; the tables are created if they are missing. lock: a descriptor that `close`
-    closes. `lock`: a caller that holds it keeps other threads out. All methods raise SpoolError if the disk fails.
+    connection: usable from several threads; missing tables are created. lock: a descriptor that `close` closes. `lock`:
+    a caller that holds the lock keeps other threads out. All methods raise SpoolError if the disk fails.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None) -> None:
@@ -97,16 +97,16 @@ class SpoolFile:
         self.path = Path(file)
         self.lock = threading.RLock()
         self._file_lock = lock
-        self._waiting: dict[object, Changes] = {}  # changes that threads are about to make
+        self._waiting: dict[object, Changes] = {}  # changes of waiting threads
 
     def store(self, changes: Changes) -> None:
-        """Make the changes that all threads wait to make in one commit, which takes as long as the disk needs. If the
-        commit fails, `changes` are not made, and the changes of other threads go on waiting."""
+        """Make the changes of all waiting threads in one commit, which takes as long as the disk needs. If the commit
+        fails, `changes` are not made, and the changes of other threads go on waiting."""
         mark = object()
         self._waiting[mark] = changes
         with self.lock:
             together = self._waiting.copy()  # other threads may add changes meanwhile
-            if mark not in together:  # another thread has made them
+            if mark not in together:  # another thread has made the changes
                 return
             try:
                 with self.transaction() as connection:
@@ -119,7 +119,7 @@ class SpoolFile:
                 del self._waiting[stored]
 
     def select(self, statement: str, *values: Any) -> list[Any]:
-        """Return the rows that a statement selects."""
+        """Return the rows of a SELECT statement."""
         with self.transaction() as connection:
             return connection.execute(statement, values).fetchall()
 
@@ -134,11 +134,11 @@ class SpoolFile:
                 raise
 
     def damage(self, problem: str, effect: str = "") -> SpoolDamage:
-        """The error for a file that is not whole. problem, effect: the sentence before and after the ways to go on."""
+        """The error for a damaged file. problem, effect: the sentence before and after the ways to go on."""
         return SpoolDamage(f"The spool {self.path} {problem} {ways_on(self.path.parent)}{effect}")
 
     def close(self) -> None:
-        """Close the file, after the call that is running in another thread, if any."""
+        """Close the file, after any call in another thread."""
         with self.lock:
             self.connection.close()
             if self._file_lock is not None:
@@ -147,33 +147,33 @@ class SpoolFile:
 
 
 class SpooledCalls:
-    """The calls so far (areal.storage.saved_calls) of the samples that are not finished, in the file of the spool."""
+    """The calls so far (areal.storage.saved_calls) of unfinished samples, in the file of the spool."""
 
     def __init__(self, file: SpoolFile) -> None:
         self._file = file
 
     def put(self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview, number: int = 0) -> None:
-        """Store the calls so far of the sample that is to have this place, in place of calls with a lower number, or
-        with the same number and fewer tokens, and unless the sample itself is stored. If it raises SpoolError, the
-        calls are not stored. Raises ValueError if the frame is not of calls."""
+        """Store the calls so far of the sample at a place. They replace calls with a lower number, or with the same
+        number and fewer tokens. They are not stored if the sample itself is stored, or if SpoolError is raised. Raises
+        ValueError if the frame is not of calls."""
         oldest = min(int(call.sampled.versions.min()) for call in unpacked(frame))
         crc = _checksum("", place, prompt_index, f"{oldest}", "", frame)
         row = (group_id, place, prompt_index, oldest, number, crc, frame, group_id, place)
         self._file.store(((_PUT_CALLS, row),))
 
     def oldest_versions(self, prompt_index: int) -> dict[tuple[str, int], int]:
-        """The oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
+        """Return the oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
         rows = self._file.select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
         return {(group_id, place): oldest for group_id, place, oldest in rows}
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
-        """Give this group, at its free places, the calls of unfinished samples of the prompt's earlier groups."""
+        """Move calls of unfinished samples of the prompt's earlier groups to the free places of this group."""
         with self._file.transaction() as connection:
             connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
 
     def calls(self, group_id: str, place: int) -> bytes:
-        """Return the frame that `put` stored of a sample; empty if there is none, or if it is damaged: the sample can
-        be sampled again."""
+        """Return the frame that `put` stored of a sample; empty if the frame is missing or damaged: the sample can be
+        sampled again."""
         statement = "SELECT prompt_index, oldest, crc, frame FROM unfinished WHERE id = ? AND place = ?"
         for prompt_index, oldest, crc, frame in self._file.select(statement, group_id, place):
             if crc == _checksum("", place, prompt_index, f"{oldest}", "", frame):
@@ -181,30 +181,30 @@ class SpooledCalls:
         return b""
 
     def hold(self, group_id: str, holder: str) -> None:
-        """Note the actor that alone may store more of a group."""
+        """Note the actor that alone may store more samples of a group."""
         self._file.store((("INSERT OR REPLACE INTO holders VALUES (?, ?)", (group_id, holder)),))
 
     def holder(self, group_id: str) -> str:
-        """The actor that alone may store more of a group; empty: any actor may."""
+        """Return the actor that alone may store more samples of a group; empty: any actor may."""
         return next((name for (name,) in self._file.select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
 
 
 class Spool:
-    """See the module. Every method may be called from any thread. Its changes are on disk when it returns.
+    """See the module. Every method may be called from any thread. Changes are on disk when the method returns.
 
-    connection, lock: as of SpoolFile. `unfinished`: the calls of samples that are not finished. All methods raise
-    SpoolError if the disk fails.
+    connection, lock: as of SpoolFile. `unfinished`: the calls of unfinished samples. All methods raise SpoolError if
+    the disk fails.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
         self._file = SpoolFile(connection, lock)
         self.unfinished = SpooledCalls(self._file)
-        self._recent: dict[str, dict[int, tuple[int, Group]]] = {}  # checksums and parts of groups, until they complete
+        self._recent: dict[str, dict[int, tuple[int, Group]]] = {}  # checksums and parts of incomplete groups
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the spool in the file, which is made if it is missing. Raises UserError if another process, such as
-        another trainer of the run, keeps using it, or if it is not a spool."""
+        """Open the spool in the file, which is made if it is missing. Raises UserError if the file is no spool, or if
+        another process, such as another trainer of the run, keeps using the file."""
         spool = open_store(path, "spool", cls, otherwise=ways_on(path.parent))
         try:
             note_program(spool._file.connection)
@@ -214,16 +214,16 @@ class Spool:
         return spool
 
     def assign(self, run: str) -> None:
-        """Make this the spool of a run. Raises UserError if it is that of another one."""
+        """Make this the spool of a run. Raises UserError if the spool is of another run."""
         with self._file.transaction() as connection:
             if read_meta(connection, "run") not in ("", run):
                 raise UserError(f"{self._file.path} is the spool of another run: move it away, or put back this run's.")
             write_meta(connection, "run", run)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> StoredGroup:
-        """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the
-        group has `size` parts. Returns what is stored then: without these places if another thread forgot the group
-        meanwhile. If it raises SpoolError, no part is stored. Raises SpoolDamage as `get` does."""
+        """Store parts of a group by place, all parts or none. A part is left out if its place is taken, or if the group
+        has `size` parts. Return the stored group, without these places if another thread forgot the group meanwhile. No
+        part is stored if SpoolError is raised. Raises SpoolDamage as `get` does."""
         changes: Changes = ()
         recent = {}
         for place, (part, frame) in parts.items():
@@ -238,13 +238,12 @@ class Spool:
         return self.complete(part.id, size)
 
     def complete(self, group_id: str, size: int) -> StoredGroup:
-        """What is stored of the group, which is complete if it has `size` parts. Parts that are stored as they came are
-        not read."""
+        """Return the stored group, complete with `size` parts. Parts still in memory are not read from disk."""
         with self._file.lock:
             stored = self._file.select("SELECT place, crc FROM parts WHERE id = ? ORDER BY place", group_id)
             places = tuple(place for place, _ in stored)
             if not stored:
-                self._recent.pop(group_id, None)  # forgotten while it was put
+                self._recent.pop(group_id, None)  # forgotten between `store` and here
             if len(stored) < size:
                 return StoredGroup(places, None)
             recent = self._recent.pop(group_id, {})
@@ -252,13 +251,13 @@ class Spool:
             return StoredGroup(places, of_parts(parts) if len(parts) == len(stored) else self._group(group_id))
 
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
-        """The stored samples of a prompt, by the id of their group and their place in it."""
+        """Return the stored samples of a prompt, by group id and place."""
         rows = self._file.select(f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", prompt_index)
         return {(group_id, row[0]): self._unpacked(group_id, *row).trajectories[0] for group_id, *row in rows}
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
-        """Make samples of earlier groups, of the same prompt, those of this group at the same places, until it has
-        `size` parts. A sample whose place is taken, or that is not there, is left out."""
+        """Move samples of earlier groups of the prompt to this group, at the same places, until the group has `size`
+        parts. A missing sample, or a sample with a taken place, is left out."""
         with self._file.transaction() as connection:
             for earlier, place in samples:
                 key = (earlier, place)
@@ -272,7 +271,7 @@ class Spool:
                     )
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """The groups with these ids, in this order. Raises SpoolDamage if one is missing, or not as it was stored."""
+        """Return the groups in the order of `ids`. Raises SpoolDamage if a group is missing or damaged."""
         groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
         if missing := [group_id for group_id in ids if group_id not in groups]:
             names = ", ".join(missing)
@@ -281,15 +280,15 @@ class Spool:
         return [groups[group_id] for group_id in ids]
 
     def ids(self) -> list[str]:
-        """The ids of all groups, in order of arrival, those last of which no sample is finished."""
-        with self._file.lock:  # nothing is stored between the two
+        """Return the ids of all groups in order of arrival; groups without a finished sample come last."""
+        with self._file.lock:  # nothing is stored between the two statements
             rows = self._file.select("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
             begun = "SELECT id FROM unfinished UNION SELECT id FROM holders"
             rows += self._file.select(f"SELECT id FROM ({begun}) WHERE id NOT IN (SELECT id FROM parts)")
         return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Remove groups. Ids that are not there are ignored."""
+        """Remove groups. Unknown ids are ignored."""
         ids = list(ids)
         rows = [(group_id,) for group_id in ids]
         with self._file.transaction() as connection:
@@ -299,16 +298,16 @@ class Spool:
                 self._recent.pop(group_id, None)
 
     def scrub(self) -> None:
-        """Leave nothing of what was forgotten in the files: SQLite's log would keep it until it is full."""
+        """Remove forgotten data from the files: SQLite's log would keep the data until the log is full."""
         with self._file.transaction() as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close the file, after the call that is running in another thread, if any."""
+        """Close the file, after any call in another thread."""
         self._file.close()
 
     def _group(self, group_id: str) -> Group | None:
-        """The parts that are there of a group, as a group; None: there is none."""
+        """Return the stored parts of a group, as a group; None without parts."""
         rows = self._file.select(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", group_id)
         return of_parts([self._unpacked(group_id, *row) for row in rows]) if rows else None
 

@@ -1,4 +1,4 @@
-"""The trained groups of a run, from its files of rollouts."""
+"""The trained groups of a run, from the files of rollouts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,15 @@ from areal.storage.rollout_files import ROWS_AT_ONCE, files, read_columns
 
 
 def groups_by_step(folder: Path) -> Counter[int]:
-    """The number of trained groups in `folder`, by step. Raises UserError if a file cannot be read."""
+    """Return the number of trained groups in `folder`, by step. Raises UserError if a file cannot be read."""
     tables = (read_columns(path, ["step", "place"]) for path in files(folder))
     pairs = (zip(*(table[name].to_pylist() for name in ("step", "place")), strict=True) for table in tables)
     return Counter(step for step, _ in set(chain.from_iterable(pairs)) if step is not None)
 
 
 def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
-    """The trained groups in `folder`, step by step from `first` on, with the number of the step. Groups that were not
-    kept are missing.
-
-    Raises UserError if a file cannot be read.
+    """Yield the trained groups in `folder`, step by step from `first` on, with the number of the step. Groups that were
+    not kept are missing. Raises UserError if a file cannot be read.
     """
     of_group = ["step", "place", "group", "prompt_index", "row"]
     names = [*of_group, "sample", "branch", "shared", "finish", "reward", *COLUMNS]
@@ -43,7 +41,7 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Its rows, with lists of numbers as arrays."""
+    """Yield the rows of a batch, with lists of numbers as arrays."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     for n in range(batch.num_rows):
         yield {name: _value(column[n]) for name, column in columns.items()}
