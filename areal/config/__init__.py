@@ -1,7 +1,7 @@
-"""The configuration of a run: one pydantic model, read from YAML and dotted overrides.
+"""The configuration of a run: a single pydantic model, read from YAML and dotted overrides.
 
-Every value is set in exactly one place. Unknown keys and wrong types are errors that name the key.
-This module imports neither torch nor vLLM, so a configuration can be checked before anything is started.
+Every value is set in exactly one place. Unknown keys and wrong types are errors that name the key. This module imports
+neither torch nor vLLM: a configuration can be checked before anything is started.
 """
 
 import copy
@@ -38,7 +38,7 @@ from areal.config.trainer_section import GuardConfig, TrainerConfig
 
 
 class _Checked(type(BaseModel)):  # type: ignore[misc]
-    """Mistakes in a call of Config are told as those in a file."""
+    """Raises UserError for a mistake in a call of Config, as for a mistake in a file."""
 
     def __call__(cls, **values: Any) -> Any:
         return validated(values, "the call", cls)
@@ -55,23 +55,23 @@ class Config(ScoringConfig, metaclass=_Checked):
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
     oversample: int = Field(0, ge=0)
-    """samples started beyond group_size. A group is complete with the first group_size scored samples; the others are
-    stopped. Training is then biased against long answers"""
+    """samples started beyond group_size. A group is complete with the first group_size scored samples, and all further
+    samples are stopped. Training is then biased against long answers"""
     max_staleness: int = Field(8, ge=0, description="eta: most versions between a group's first token and its training")
     run_ahead: Literal["auto", "max"] = "auto"
     """auto: as few alive groups as keep the trainer busy; max: as many as max_staleness allows"""
     colocate: bool = False
     """trainer and generators use the same devices in turns: engines sleep while the trainer computes"""
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
-    """what happens if a step would leave an unfinished group past its deadline (areal docs staleness)"""
+    """wait, or the way out, if a step would leave an unfinished group past its deadline (areal docs staleness)"""
     on_failed_sample: Literal["requeue", "discard"] = "requeue"
-    """what happens to a group with a completion that could not be scored"""
+    """fate of a group with a completion that could not be scored"""
     max_attempts: int = Field(3, ge=1)
     """a prompt is discarded after this many failures; of failures in a row only the first counts"""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """largest share of prompts discarded for failures; beyond, the run ends"""
     outage_seconds: float = Field(3600.0, gt=0)
-    """time for which every group may fail before the run ends; meanwhile one group at a time is tried"""
+    """time for which every group may fail before the run ends; meanwhile groups are tried singly"""
     filter_zero_signal: bool = False
     """replace groups whose samples all have the same reward (dynamic sampling, arXiv 2503.14476); with
     trainer.advantage_mean=group their advantage is 0. On by default with trainer.objective=dapo"""
@@ -90,12 +90,12 @@ class Config(ScoringConfig, metaclass=_Checked):
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
     cluster: dict[str, Any] = Field(default_factory=dict)
-    """nodes for `areal launch`, which alone reads it (areal docs deploy)"""
+    """nodes for `areal launch`, the only reader of this section (areal docs deploy)"""
 
     @model_validator(mode="before")
     @classmethod
     def _settings_of_others(cls, values: Any) -> Any:
-        """Defaults that one section takes from another."""
+        """Add defaults that depend on another section."""
         sections = values if isinstance(values, dict) else {}
         sampling, trainer = sections.get("sampling"), sections.get("trainer", {})
         if not isinstance(sampling, dict) or not isinstance(trainer, dict) or "max_new_tokens" not in sampling:
@@ -114,13 +114,13 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def keeps_words(self) -> bool:
-        """Whether tokens are stored with the words that they were drawn from: the loss compares policies over them."""
+        """Whether each token is stored with the words that it was drawn from, over which the loss compares policies."""
         compares = self.sampling.left_out and self.trainer.uses_behaviour
         return bool(self.steps and (compares or self.trainer.centres_scores))
 
     @property
     def max_sessions(self) -> int:
-        """The most sessions of users that may be alive. Beside them rows have room for a batch."""
+        """The most alive sessions of users. Beside them, rows have room for a batch."""
         groups = self.batch_size * (self.max_staleness + 1)
         if self.gateway.share == 1:
             return groups
@@ -133,7 +133,7 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """All rewards that the configuration names, by name; rows may name others."""
+        """All rewards in the configuration, by name; rows may name further rewards."""
         rewards = dict(self.reward.functions)
         for part in [*self.data.parts, *self.evaluator.benchmarks.values()]:
             rewards = (part.reward or {}) | rewards
@@ -141,7 +141,7 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def needs_reward(self) -> bool:
-        """Whether the run learns from rewards of its own, or shows them."""
+        """Whether the run learns from its own rewards, or shows them."""
         learns = not self.steps or not self.trainer.teacher_coef or self.data.eval_size > 0
         users = self.gateway.share == 1 and not self.evaluates
         return learns and not users and not self.rollout_manager.gives_rewards
@@ -154,7 +154,7 @@ class Config(ScoringConfig, metaclass=_Checked):
         return ScorerUses(self.scorers, self.trainer, self.judges, rewards, any_teacher, bool(self.steps or is_own))
 
     def for_device(self, *, cuda: bool) -> "Config":
-        """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
+        """Return this configuration with the values that `auto` has on GPUs (cuda) or CPUs."""
         scorers = {name: scorer.for_device(cuda=cuda) for name, scorer in self.scorers.items()}
         parts = {
             "trainer": self.trainer.for_device(cuda=cuda),
@@ -165,12 +165,12 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def own_rewards(self) -> list[str]:
-        """As of a ScoringConfig, without those that are scorers."""
+        """The rewards of `ScoringConfig.own_rewards` that run in reward workers. Scorers are left out."""
         return [name for name in super().own_rewards if name not in self.scorers]
 
     @property
     def served_rewards(self) -> RewardConfig:
-        """As of a ScoringConfig. In a run `code` also refuses rows whose tests are weak."""
+        """`ScoringConfig.served_rewards`; in a run, `code` also refuses rows with weak tests."""
         served = super().served_rewards
         code = {"refuse_weak": True} | served.options["code"]
         return served.model_copy(update={"options": served.options | {"code": code}})
@@ -187,18 +187,18 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def weights_folder(self) -> Path:
-        """Holds one folder per published version and, if weights are streamed, per generator with its versions."""
+        """The folder with a folder for each published version and, with streamed weights, for each generator."""
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
     @property
     def pictures_folder(self) -> Path:
-        """Holds each picture of the run's prompts once, by its digest."""
+        """The folder with each picture of the run's prompts once, by digest."""
         return self.folder / "pictures"
 
 
 def from_message(values: Any) -> Config:
-    """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
-    UserError if another version of this program has made it."""
+    """Return the configuration in a message, in which JSON has made lists of all tuples. Raises UserError if another
+    version of this program has made the message."""
     with explain(UserError, "Install the version of this program that the master has: {why}"):
         return validated(json.loads(json.dumps(values)), "the master's configuration")
 
@@ -208,12 +208,12 @@ def load_config(
     overrides: Sequence[str] = (),
     kind: type[T] = Config,  # type: ignore[assignment]
 ) -> T:
-    """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
+    """Return the configuration in a YAML file, if `file` is given, with overrides such as `generator.count=2`.
 
-    Any mapping in a file may name a `base`: another YAML file, or a list of them, relative to its own file. It changes
-    their values. Mappings are merged, all other values are replaced; of two bases the later one wins. Paths in a file
-    are those of files beside it, if there are such, else relative to the working directory; paths and bases in an
-    override are relative to the working directory. Raises UserError, which names the key, its place and what to do.
+    Any mapping in a file may name a `base`: another YAML file, or a list of files, relative to the mapping's own file.
+    The mapping changes the base's values: mappings are merged, other values replaced, and of two bases the later wins.
+    Paths in a file are relative to the file if they exist there, else to the working directory; paths and bases in an
+    override are relative to the working directory. Raises UserError, which names the key, its place and the remedy.
     """
     values = {} if file is None else read_values(Path(file))
     return validated(overridden(values, overrides, kind=kind), file, kind, [*map(split_override, overrides)])
@@ -225,8 +225,8 @@ def overridden(
     settings: Mapping[str, Any] | None = None,
     kind: type[Section] | None = None,
 ) -> dict[str, Any]:
-    """`values` with overrides such as `generator.count=2`, and with settings by such keys. kind: whose keys they are,
-    by default those of Config. Raises UserError."""
+    """Return `values` with overrides such as `generator.count=2`, and with `settings`, by key. kind: the class with the
+    keys, Config by default. Raises UserError."""
     values = copy.deepcopy(values)
     pairs = [(*parsed(override, kind or Config), override) for override in overrides]
     pairs += [(key, value, f"{key}={value}") for key, value in (settings or {}).items()]
@@ -243,7 +243,8 @@ def validated(
     kind: type[T] = Config,  # type: ignore[assignment]
     overrides: Sequence[tuple[str, str]] = (),
 ) -> T:
-    """The configuration with these values. file: their source, for messages. overrides: key, text. Raises UserError."""
+    """Return the configuration with these values. file: the source, in messages. overrides: key, text. Raises
+    UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -253,10 +254,9 @@ def validated(
 
 
 def stored_config(file: Path, overrides: Sequence[str] = (), secrets: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that a run has stored, as `load_config` reads it. A key that this version does not know is left
-    out if it is off (null, false, 0, or empty): the version that stored it had a setting that this one does not have,
-    and the run does not use it. secrets: values for the places in the file where they are hidden, as `secrets_in`
-    returned them. Raises UserError."""
+    """Return a run's stored configuration, read as by `load_config`. An unknown key is left out if it is off (null,
+    false, 0, or empty): the run does not use the setting, which only the version that stored the file has. secrets: the
+    hidden values in the file, by place, as from `secrets_in`. Raises UserError."""
     values = read_values(file, beside=False)
     try:
         Config.model_validate(values)
@@ -264,19 +264,19 @@ def stored_config(file: Path, overrides: Sequence[str] = (), secrets: Mapping[st
         for mistake in error.errors():
             *places, key = mistake["loc"]
             if mistake["type"] == "extra_forbidden" and not mistake["input"]:
-                with suppress(LookupError, TypeError):  # inside of a union the place has the name of a choice
+                with suppress(LookupError, TypeError):  # within a union the place has the name of a choice
                     del reduce(getitem, places, cast(Any, values))[key]
     reveal(values, secrets or {})
     return validated(overridden(values, overrides), file, Config, [*map(split_override, overrides)])
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, with HIDDEN in place of secrets."""
+    """Return the resolved configuration as YAML, with HIDDEN in place of secrets."""
     return write_yaml(without_secrets(config.model_dump(mode="json")))
 
 
 def advice(option: str, line: Sequence[str]) -> str:
-    """What to write in place of an option of a command line that is none."""
+    """Return advice about an unknown option of a command line: the setting to write instead."""
     name, _, value = option.partition("=")
     key = name.lstrip("-").replace("-", "_")
     key = other_names().get(key, key)

@@ -1,4 +1,4 @@
-"""Where rows come from: those that are trained, held-out ones and benchmarks."""
+"""The sources of rows: rows for training, held-out rows and benchmarks."""
 
 import math
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from areal.config.section import Section, UserPath, temperature_conflicts, templ
 
 
 def reward_weights(value: Any) -> dict[str, float]:
-    """The weight of each reward in `value`: a name, a list of names (weight 1 each) or a mapping of names to weights.
-    A name with the weight None is left out. Raises ValueError."""
+    """Return the weight of each reward in `value`: a name, a list of names (weight 1 each) or a mapping of names to
+    weights. A name with the weight None is left out. Raises ValueError."""
     names = [value] if isinstance(value, str) else value
     if isinstance(names, dict):
         weights = [(name, weight) for name, weight in names.items() if weight is not None]
@@ -33,7 +33,7 @@ def _is_finite(value: Any) -> bool:
 
 
 class SourceConfig(Section):
-    """Where prompts come from. `source` is one of
+    """The source of prompts. `source` is one of
 
     * `addition`: the long additions of the quickstart;
     * a file that ends in .jsonl (one object per line), .json (a list of objects), .csv, .tsv or .parquet, with `prompt`
@@ -42,10 +42,10 @@ class SourceConfig(Section):
     * `verifiers:NAME`: a task set of the verifiers library, which receives `options`;
     * `harbor:FOLDER`: tasks in Harbor's folder layout;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
-      one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
+      a folder by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
-    configs/data/ has these keys for known data sets, for use as a `base`. If another `source` replaces
-    that of such a file, the run drops the `options`, `split` and `eval_source` of the old one."""
+    configs/data/ has these keys for known data sets, for use as a `base`. If another `source` replaces the source of
+    such a file, the run drops the `options`, `split` and `eval_source` of the old source."""
 
     source: str | None = Field(None, description="one of the sources listed above")
     eval_source: str | None = Field(None, description="source of the held-out rows; null: other rows of `source`")
@@ -54,15 +54,15 @@ class SourceConfig(Section):
     prompt_template: str | None = None
     """the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"""
     answer_key: str | None = "answer"
-    """field with the answer, such as reward_model.ground_truth; null: rows have none"""
+    """field with the answer, such as reward_model.ground_truth; null: rows have no answer"""
     tools_key: str | None = "tools"
-    """field beside that of the prompt, with tools that the chat template shows to the policy; null: none is shown"""
+    """field beside the prompt's field, with tools that the chat template shows to the policy; null: no tools"""
     reward: dict[str, float] | None = None
-    """rewards of rows that name none, written as reward.functions; null: reward.functions"""
+    """rewards of rows that name no reward, written as reward.functions; null: reward.functions"""
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
     system_prompt: str | None = None
-    """first message of a chat; empty: a chat without it; null: a prompt that is text is no chat. Chats need a tokenizer
-    with a chat template"""
+    """first message of a chat; empty: a chat without a system message; null: a text prompt is no chat. Chats need a
+    tokenizer with a chat template"""
     size: int | None = Field(None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: any")
 
     @field_validator("reward", mode="before")
@@ -76,8 +76,8 @@ class SourceConfig(Section):
 
 
 class PartConfig(SourceConfig):
-    """One source of several. Its `weight` is its share of the rows, relative to the others'. Without weights, an epoch
-    has every row of every source once."""
+    """A source among several. `weight` is the source's share of the rows, relative to the weights of the other sources.
+    Without weights, an epoch has every row of every source once."""
 
     source: str = Field(description="as data.source")
     weight: float | None = Field(None, gt=0, description="for all sources or for none")
@@ -117,7 +117,7 @@ class BenchmarkConfig(SourceConfig):
             )
 
 
-# What a chat template gets from whoever renders with it, and arguments of the function that renders.
+# Variables that the renderer of a chat template sets, and arguments of the rendering function.
 _GIVEN_TO_TEMPLATES = (
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -155,7 +155,7 @@ class RowsConfig(SourceConfig):
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:
-        """The sources: one, or several; none if there are no rows, as in an evaluation alone."""
+        """The sources; empty without rows, as in an evaluation alone."""
         return self.sources or ((self,) if self.source is not None else ())
 
     @property
@@ -177,5 +177,5 @@ class DataConfig(RowsConfig):
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
     weak_tests: Literal["drop", "refuse"] = "drop"
-    """rows of the reward `code` whose tests pass a program that computes nothing. drop: they are not trained on.
-    refuse: the run does not start if it finds one among the rows that it checks"""
+    """rows of the reward `code` whose tests pass a program that computes nothing. drop: leave the rows out of training.
+    refuse: do not start if the checked rows have such a row"""

@@ -1,9 +1,9 @@
 """Options for vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`, vLLM's parsers.
 
-An option that would train wrongly is refused with the reason, an unknown one with the name that is closest. The names
-that a library knows are read from its source, since importing it would take seconds, and would import torch. On a
-machine without the library they are not checked; the actor that has the library checks them again. Options that this
-system sets itself are refused where it sets them (`refuse_twice`).
+An option that would train wrongly is refused with the reason, an unknown option with the closest name. The names that a
+library knows are read from the library's source, because an import would take seconds and load torch. On a machine
+without the library the names are not checked; the actor that has the library checks them again. Options that this
+system sets are refused at the place that sets them (`refuse_twice`).
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any
 
 from areal.base.errors import UserError
 
-# Options of vLLM under which a run would train on wrong tokens, log-probs or weights, by why.
+# Options of vLLM under which a run would train on wrong tokens, log-probs or weights, by reason.
 _WRONG = {
     "it changes what tokens are drawn from, and the trainer would not know": (
         "logits_processors", "watermark_config", "generation_config", "override_generation_config",
@@ -35,12 +35,12 @@ _WRONG = {
     "devices are counted by generator.tensor_parallel": ("pipeline_parallel_size", "nnodes"),
 }  # fmt: skip
 _VLLM = {name: reason for reason, names in _WRONG.items() for name in names}
-# Options of DeepSpeed's `zero_optimization`. At its top, only the options in `_PASSED` are taken.
+# Options of DeepSpeed's `zero_optimization`. At the top of DeepSpeed's configuration, only `_PASSED` is taken.
 _ZERO = {name: "set trainer.offload" for name in ("cpu_offload", "cpu_offload_param", "zenflow")}
 _ZERO |= {"stage": "set trainer.zero_stage", "leaf_module": "the experts of a layer are one module"}
 # Options of vLLM that multiply the number of devices.
 _SIZES = ("data_parallel_size", "prefill_context_parallel_size")
-# Other keys at the top of DeepSpeed's configuration, which has no schema.
+# Further keys at the top of DeepSpeed's configuration, which has no schema.
 _PASSED = (
     "zero_optimization", "zero_force_ds_cpu_optimizer", "communication_data_type",
     "seq_parallel_communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor",
@@ -48,7 +48,7 @@ _PASSED = (
     "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "log_level", "timers",
 )  # fmt: skip
 
-# The tables of vLLM's parsers, by the keys of `rollout_manager` that name one.
+# The tables of vLLM's parsers, by the keys of `rollout_manager` that name a parser.
 _PARSERS = {
     "tool_call_parser": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
@@ -56,13 +56,13 @@ _PARSERS = {
 
 
 def refuse_twice(place: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises UserError if one of the options at `place` is an argument that this system sets itself."""
+    """Raise UserError if an option at `place` is an argument that this system sets."""
     if twice := next((name for name in options if name in own), None):
         raise UserError(f"{place}.{twice} cannot be set: a key does that (`areal config generator` lists them).")
 
 
 def vllm_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
-    """Why some options cannot be passed on to vLLM."""
+    """Yield the reasons why options cannot be passed on to vLLM."""
     place = "generator.engine_options"
     if options:
         yield from _conflicts(
@@ -87,12 +87,12 @@ def parser_conflicts(key: str, name: str | None) -> Iterator[str]:
 
 
 def devices_of(options: Mapping[str, Any]) -> int:
-    """How many times `generator.tensor_parallel` devices an engine with these options has."""
+    """Return the number by which these options multiply the `generator.tensor_parallel` devices of an engine."""
     return math.prod(options.get(name, 1) for name in _SIZES)
 
 
 def deepspeed_conflicts(options: Mapping[str, Any], offload: str) -> Iterator[str]:
-    """Why some options cannot be passed on to DeepSpeed. offload: `trainer.offload`."""
+    """Yield the reasons why options cannot be passed on to DeepSpeed. offload: `trainer.offload`."""
     place = "trainer.deepspeed_options"
     yield from _conflicts(options, place, {}, _PASSED)
     zero = options.get("zero_optimization", {})
@@ -122,7 +122,7 @@ def _conflicts(
 
 @cache
 def _fields(library: str, file: str, *classes: str) -> frozenset[str]:
-    """The fields of classes in a file of an installed library, by all names that they have; empty if there is none."""
+    """Return the fields of classes in a file of an installed library, by all their names; empty without the file."""
     bodies = [node.body for node in _source(library, file) if isinstance(node, ast.ClassDef) and node.name in classes]
     fields = [field for body in bodies for field in body if isinstance(field, ast.AnnAssign)]
     names = {field.target.id for field in fields if isinstance(field.target, ast.Name)}
@@ -133,7 +133,7 @@ def _fields(library: str, file: str, *classes: str) -> frozenset[str]:
 
 @cache
 def _keys(library: str, file: str, table: str) -> tuple[str, ...]:
-    """The keys of a dictionary in a file of an installed library, sorted; empty if there is none."""
+    """Return the keys of a dictionary in a file of an installed library, sorted; empty without the dictionary."""
     for node in _source(library, file):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == table:
             return tuple(sorted(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)))
@@ -141,7 +141,7 @@ def _keys(library: str, file: str, table: str) -> tuple[str, ...]:
 
 
 def _source(library: str, file: str) -> list[ast.stmt]:
-    """The statements of a file of an installed library; none if there is no such file."""
+    """Return the statements of a file of an installed library; empty without the file."""
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None or not (path := Path(spec.origin).parent / file).is_file():
         return []

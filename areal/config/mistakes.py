@@ -1,4 +1,4 @@
-"""What is said of a configuration that is none."""
+"""Sentences about mistakes in a configuration."""
 
 import difflib
 import re
@@ -12,20 +12,20 @@ from areal.base.secrets import without_secrets
 from areal.config.reading import CONFIGS, read_yaml
 from areal.config.section import Section, section_in
 
-# So many keys are named where one is not known, and so many that it may stand for.
+# The most keys named in place of an unknown key, and the most keys that an unknown key may stand for.
 FEW_KEYS, FEW_MEANT = 12, 3
-# How like a key has to be to what was written.
+# The least likeness of a key to the written key.
 LIKE, VERY_LIKE = 0.7, 0.8
 
 
 def other_names() -> dict[str, str]:
-    """Names of other libraries (areal docs examples), and what they are here."""
+    """Return this project's names for names of other libraries (areal docs examples)."""
     names: dict[str, str] = read_yaml((Path(__file__).with_name("other_names.yaml")).read_text())
     return names
 
 
 def is_about(error: ValidationError, key: str) -> bool:
-    """Whether the mistake is one of a key: it is at its place, or, of several keys, the sentence names it."""
+    """Whether the mistake is about a key: it is at the key's place or, for several keys, its sentence names the key."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}."):
@@ -59,7 +59,7 @@ def sentence_of(error: ValidationError, file: Path | str | None, kind: type[Sect
 
 
 def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Section]:
-    """The section whose key is at the last of these places."""
+    """Return the section with the key at the last of these places."""
     section: Any = kind
     for part in places[:-1]:
         if part in section.model_fields:  # else the place in a list, or the name in a mapping
@@ -68,14 +68,14 @@ def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Sect
 
 
 def _names_inside(value: Any) -> Iterator[str]:
-    """The names by which `a.b.c=1` goes on below `a`."""
+    """Return the names that may follow `a` in `a.b.c=1`."""
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()
         yield str(name)
 
 
 def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[Section]) -> str:
-    """What to write in place of a key with these names, which `section` does not have. kind: has all keys."""
+    """Return advice about an unknown key of `section`: the key to write instead. kind: the class with all keys."""
     key, last = ".".join(names), names[-1]
     translations = other_names()
     if names[0] == "grid":
@@ -107,7 +107,7 @@ def _hint(names: Sequence[str], place: str, section: type[Section], kind: type[S
 
 
 def keys_in(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The keys of a section with their dots, without those in mappings and lists."""
+    """Return the keys of a section with their dots, except keys in mappings and lists."""
     for name, field in section.model_fields.items():
         inner = section_in(field.annotation)
         if get_origin(field.annotation) in (dict, tuple, list):

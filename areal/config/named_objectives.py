@@ -1,4 +1,4 @@
-"""The objectives of this project: the loss of each, and the settings that it brings along (docs/objectives.md).
+"""The objectives of this project: the loss of each objective, and its settings (docs/objectives.md).
 
 A loss is an entry of the kind `objective` in the table of extensions. Settings are keys of `trainer` that the objective
 sets unless the configuration does. Objectives with the same loss differ in their settings.
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class NamedObjective:
-    """loss: the name of its entry."""
+    """loss: the name of the loss's entry."""
 
     loss: str = "decoupled_ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -71,5 +71,5 @@ OBJECTIVES = {
 
 
 def settings_of(objective: str) -> dict[str, Any]:
-    """The settings that an objective brings along; none of a user's own."""
+    """Return the settings of an objective; empty for a user's own objective."""
     return {**OBJECTIVES[objective].settings} if objective in OBJECTIVES else {}

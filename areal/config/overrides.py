@@ -13,8 +13,8 @@ from areal.config.section import Section, section_in
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
-    """The key and the value of an override such as `generator.count=2`; `kind` has the keys. Where the key is text, the
-    value is the text as it is, without a pair of quotes around it; else it is YAML. Raises UserError."""
+    """Return the key and the value of an override such as `generator.count=2`; `kind` has the keys. The value of a text
+    key is the text as written, without a pair of quotes; other values are YAML. Raises UserError."""
     key, text = split_override(override)
     annotation = _annotation(kind, key)
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -25,13 +25,13 @@ def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
 
 
 def parsed_values(override: str) -> tuple[str, list[Any]]:
-    """The key and the values of a text such as `generator.count=1,2`. Raises UserError."""
+    """Return the key and the values of a text such as `generator.count=1,2`. Raises UserError."""
     key, text = split_override(override)
     return key, _yaml(f"[{text}]", override)
 
 
 def split_override(override: str) -> tuple[str, str]:
-    """The key of `key=value`, and its text. Raises UserError."""
+    """Return the key of `key=value`, and the value as text. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"The override {override!r} is not of the form key=value: {_in_place_of(override)}.")
@@ -39,7 +39,7 @@ def split_override(override: str) -> tuple[str, str]:
 
 
 def _in_place_of(word: str) -> str:
-    """What to write in place of a word of a command line that is neither an option, a file of YAML nor an override."""
+    """Return advice about a word of a command line that is neither an option, a file of YAML nor an override."""
     packaged = next(
         (name for name in (f"{word}.yaml", f"configs/{word}.yaml") if (CONFIGS.parent / name).is_file()), None
     )
@@ -81,13 +81,13 @@ def _unquoted(text: str) -> str:
 
 
 def _parts(key: str) -> list[str]:
-    """The parts of a key. The name of a reward is one, whatever dots it has: reward.options.judges.py:Judge.model."""
+    """Return the parts of a key. A reward's name is a single part: reward.options.judges.py:Judge.model."""
     named = re.fullmatch(r"(reward|data)\.(options|functions|reward)\.([^:]+:[^.]+)(.*)", key)
     return [*named.groups()[:3], *named[4].split(".")[1:]] if named else key.split(".")
 
 
 def _annotation(kind: type[Section], key: str) -> Any:
-    """The type of a key with dots; None if it is not known."""
+    """Return the type of a key with dots; None for an unknown key."""
     annotation: Any = kind
     for part in _parts(key):
         if get_origin(annotation) is dict:
@@ -100,7 +100,7 @@ def _annotation(kind: type[Section], key: str) -> Any:
 
 
 def forget_source(values: dict[str, Any], key: str, value: Any) -> None:
-    """If an override replaces a `source`, remove what belongs to the old one."""
+    """If an override replaces a `source`, remove the keys of the old source."""
     section: Any = values
     *names, last = key.split(".")
     for name in names:

@@ -1,4 +1,4 @@
-"""Configurations as text: YAML, files, and the files that they are based on."""
+"""Configurations as text: YAML, files, and the bases of files."""
 
 import itertools
 import math
@@ -12,13 +12,13 @@ import yaml
 
 from areal.base.errors import UserError, explain
 
-# A link to the folder of a clone; in a wheel a copy of it.
+# In a clone a link to the folder `configs`; in a wheel a copy.
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 # Benchmarks that `evaluator.benchmarks` names without a file.
 BENCHMARKS = CONFIGS / "benchmarks"
 
-# The most values of a configuration, of which each use of an alias counts: nine levels of nine would stop every reader.
+# The most values of a configuration, with aliases written out: nine levels of nine would stop every reader.
 MOST_VALUES = 100_000
 
 
@@ -37,7 +37,7 @@ _NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice."""
+    """Reads YAML as `safe_load` does, but takes numbers as in YAML 1.2, and refuses a repeated key of a mapping."""
 
     yaml_implicit_resolvers = {
         first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
@@ -69,7 +69,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _form in _NUMBERS.items():
-    # Each resolver is compared with a whole scalar, by its first character.
+    # A resolver is compared with a whole scalar, by the scalar's first character.
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(_tag, re.compile(f"(?:{_form.pattern})$"), list("-+.0123456789"))
 
@@ -77,8 +77,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 def read_yaml(text: str) -> Any:
-    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
-    aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
+    """Return the values in the text. Raises yaml.YAMLError, also for a repeated key of a mapping, too deep nesting, and
+    aliases that stand for more than MOST_VALUES values; ValueError for an impossible date."""
     with explain(RecursionError, "it is nested too deeply", yaml.YAMLError):
         try:
             return yaml.load(text, _Loader)
@@ -87,7 +87,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _reason(error: yaml.MarkedYAMLError, text: str) -> str:
-    """What is wrong in the text, and in which of its lines."""
+    """Return the mistake in the text, with its line."""
     lines, reason = text.splitlines(), str(error.problem)
     number = min(error.problem_mark.line, len(lines) - 1) if error.problem_mark else 0
     if lines[number].lstrip(" ").startswith("\t"):
@@ -100,7 +100,7 @@ def _reason(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
-    """How many values the node holds, its aliases written out; infinite if it holds itself."""
+    """Return the number of values in the node, with aliases written out; infinite for a node within itself."""
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -110,14 +110,14 @@ def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
 
 
 def write_yaml(values: Any) -> str:
-    """The text in YAML that `read_yaml` reads as `values`, with keys in their order."""
+    """Return YAML that `read_yaml` reads as `values`, with keys in order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def read_values(file: Path, bases: tuple[Path, ...] = (), *, beside: bool = True) -> dict[str, Any]:
-    """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
-    first. beside: whether paths are relative to the file; else all are relative to the working directory.
-    `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
+    """Return the values in a YAML file and in its bases, unchecked. bases: the files that name `file` as a base,
+    outermost first. beside: whether paths are relative to the file; else all paths are relative to the working
+    directory. `configs/NAME` also exists outside a clone. Raises UserError if the file cannot be read."""
     if file.parts[:1] == ("configs",) and not file.is_file() and (CONFIGS.parent / file).is_file():
         file = CONFIGS.parent / file
     if not file.is_file():
@@ -127,7 +127,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = (), *, beside: bool = True
         raise UserError(f"There is no configuration file {file}: {how}.")
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
-    no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or a date that cannot be
+    no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or an impossible date
     with (
         explain(no_yaml, f"{file} is not YAML: {{why}}."),
         explain(RepeatedKeyError, f"{file} {{why}}: remove one."),
@@ -140,9 +140,9 @@ def read_values(file: Path, bases: tuple[Path, ...] = (), *, beside: bool = True
 
 
 def with_paths(value: Any, folder: Path, key: str = "") -> Any:
-    """`value`, in which each text that is the relative path of a file below `folder` has the folder before it: a path,
-    FILE.py:NAME, or a word of a `command`; under FOLDER_KEYS also the path of a folder, with a slash in it. Other texts
-    stay as they are: they are no paths, or paths from the working directory. key: of the value."""
+    """Return `value` with `folder` before each text that is the relative path of a file below `folder`: a path,
+    FILE.py:NAME, or a word of a `command`; under FOLDER_KEYS also the path of a folder, with a slash. All other texts
+    stay: they are no paths, or paths from the working directory. key: the key of the value."""
     match value:
         case _ if folder == Path() or key == "base":
             return value
@@ -166,7 +166,7 @@ def _beside(text: Any, folder: Path, folders: bool = False) -> Any:
 
 
 def with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
-    """`values` with every `base` in it replaced by what the base, relative to `folder`, holds."""
+    """Return `values` with every `base` replaced by the contents of the base, relative to `folder`."""
     if isinstance(values, list):
         return [with_bases(value, folder, files) for value in values]
     if not isinstance(values, dict):
@@ -182,20 +182,20 @@ def with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
 
 
 def is_replaced(section: Mapping[str, Any], source: Any) -> bool:
-    """Whether `source` is another data set than that of the section; not if it is another split of it."""
+    """Whether `source` is another data set than the section's source. Another split is no other data set."""
     names = [name.split(":")[:2] for name in (section.get("source"), source) if isinstance(name, str)]
     return len(names) == 2 and names[0] != names[1]
 
 
-# Keys whose value may be a folder.
+# Keys with a folder as a possible value.
 FOLDER_KEYS = ("model", "source", "eval_source")
 
-# Keys beside `source` that hold for it alone.
+# Keys beside `source` that belong to a single source.
 OF_SOURCE = ("options", "split", "eval_source")
 
 
 def merged(below: Any, above: Any) -> Any:
-    """`above`, and the keys of `below` that it lacks; if it names another `source`, without those of the old one."""
+    """Return `above` with missing keys from `below`; if `above` has a new `source`, without keys of the old source."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     if is_replaced(below, above.get("source")):

@@ -1,4 +1,4 @@
-"""The other roles, how they reach each other, and how a run is watched."""
+"""The sections of the other roles, of the network, and of watching a run."""
 
 import re
 from collections.abc import Iterator
@@ -13,36 +13,36 @@ from areal.config.engine_options import parser_conflicts
 from areal.config.reading import BENCHMARKS, merged, read_values
 from areal.config.section import NAME, Section, UserPath, temperature_conflicts
 
-# The parser of tool calls is the one that reads what the model's chat template writes.
+# auto: the parser that reads the tool calls of the model's chat template.
 AUTO_PARSER = "auto"
 # Workflows whose policy always gets tools.
 OFFER_TOOLS = ("tools", "sandbox_tools")
 
-# The name of a workflow that is a function in a process which joins the run.
+# The name of a workflow by a process that joins the run.
 EXTERNAL = "external"
 
 
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
     workflow: str = "single_turn"
-    """a built-in workflow, or package.module:function (areal docs workflows); external: that of a process that joins
-    the run (areal.train)"""
+    """a built-in workflow, or package.module:function (areal docs workflows); external: the workflow of a process that
+    joins the run (areal.train)"""
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
     endpoint_host: str = Field(
         "127.0.0.1", description="interface at which agents reach the policy (areal docs agents)"
     )
     tool_call_parser: str = AUTO_PARSER
-    """vLLM's parser of tool calls for agents, such as qwen3_coder; auto: one that reads the calls that the model's chat
-    template writes"""
+    """vLLM's parser of tool calls for agents, such as qwen3_coder; auto: the parser of the calls in the model's chat
+    template"""
     reasoning_parser: str | None = None
     """vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"""
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
     save_every_tokens: int = Field(2048, ge=0)
-    """the trainer's disk gets what is sampled of an unfinished sample after every so many tokens of it, so that a
-    killed rollout manager costs no more of it; 0: only finished samples are stored"""
+    """the trainer's disk gets the tokens of an unfinished sample after every so many tokens, which bounds the loss with
+    a killed rollout manager; 0: only finished samples are stored"""
     sample_seconds: float | None = Field(None, gt=0)
-    """a sample fails whose workflow waits for so long for something else than the run's own actors; null: ten times as
-    long as any before it, and at least 5 times master.hang_seconds (30 times until one ends)"""
+    """a sample fails if its workflow waits for so long for anything but the run's own actors; null: ten times as long
+    as any earlier wait, and at least 5 times master.hang_seconds (30 times until a wait ends)"""
 
     def conflicts(self) -> Iterator[str]:
         for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
@@ -50,36 +50,36 @@ class RolloutManagerConfig(Section):
 
     @property
     def external(self) -> bool:
-        """Whether the workflow is that of a process which joins the run."""
+        """Whether a process that joins the run has the workflow."""
         return self.workflow == EXTERNAL
 
     @property
     def is_own(self) -> bool:
-        """Whether the workflow is code of the user's own."""
+        """Whether the workflow is a user's own code."""
         return ":" in self.workflow or self.external
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
+        """Whether the workflow gives rewards: rows then need neither answers nor tests."""
         return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
             self.workflow_options.get("agent_reward")
         )
 
     @property
     def needs_parsers(self) -> bool:
-        """Whether it is known at the start that turns are read by vLLM's parsers, which may not fit the model."""
+        """Whether vLLM's parsers, which may not fit the model, are known at the start to read the turns."""
         named = self.reasoning_parser is not None or self.tool_call_parser != AUTO_PARSER
         return named or self.workflow in OFFER_TOOLS
 
     @property
     def may_need_parsers(self) -> bool:
-        """Whether turns are read by vLLM's parsers if the workflow offers tools, which its first call shows."""
+        """Whether vLLM's parsers read the turns if the workflow offers tools. Its first call shows the tools."""
         return not self.needs_parsers and (self.workflow in ("agent", "verifiers") or self.is_own)
 
 
 class EvaluatorConfig(Section):
     """Scores held-out rows and benchmarks at the first and the last version, and at every k-th version between them.
-    For a version in between, one generator stays at that version until the scoring is done; everything else continues.
+    For a version in between, one generator stays at the version until the scoring is done; everything else continues.
     """
 
     every: int = Field(0, ge=0, description="k: also evaluate every k-th version; 0: only the first and the last")
@@ -88,7 +88,7 @@ class EvaluatorConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     timeout_seconds: float | None = Field(None, gt=0)
-    """time limit of one evaluation, which then reports what is scored"""
+    """time limit of an evaluation, which then reports the scores so far"""
     benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
 
     @field_validator("benchmarks", mode="before")
@@ -107,8 +107,8 @@ class EvaluatorConfig(Section):
 
 
 def benchmarks_in(value: Any) -> dict[str, Any]:
-    """The keys of each benchmark in `value`, as BenchmarkConfig describes it: names are replaced by what their files
-    say. Raises UserError, and ValueError for a value of another kind."""
+    """Return the keys of each benchmark in `value`, as BenchmarkConfig describes: names are replaced by the contents of
+    their files. Raises UserError, and ValueError for a value of another kind."""
     named = {Path(name).stem: {"base": name} for name in value} if _is_list_of_names(value) else value
     if not isinstance(named, dict) or not all(isinstance(keys, dict | None) for keys in named.values()):
         raise ValueError("evaluator.benchmarks is neither a list of names nor a mapping of names to keys: correct it")
@@ -120,7 +120,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the benchmark `name`, with those of its file, if it has one, where `keys` has none."""
+    """Return the keys of the benchmark `name`, completed from the benchmark's file, if any."""
     if not re.fullmatch(NAME, name):
         raise UserError(f"The benchmark {name!r} in evaluator.benchmarks has a name that no file can have: rename it.")
     base = keys.pop("base", name)
@@ -141,13 +141,13 @@ class KeyConfig(Section):
 
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the key: printf %s KEY | sha256sum")
     rights: list[Literal["serve", "reward", "reward_all"]] = ["serve"]
-    """serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"""
+    """serve: calls; reward: rewards of the key's own sessions; reward_all: rewards of all sessions"""
     train: bool = True
-    """whether its sessions may be trained; false: for programs that evaluate, whose requests may set temperature,
+    """whether the key's sessions may be trained; false: for programs that evaluate, whose requests may set temperature,
     top_p, top_k and min_p"""
     calls_per_minute: int | None = Field(None, ge=1, description="most requests a minute, n answers are n; null: any")
     tokens_per_minute: int | None = Field(None, ge=1)
-    """most sampled tokens a minute, where an answer in progress counts with all that it may have; null: any number"""
+    """most sampled tokens a minute, where a running answer counts with its token limit; null: any number"""
     sessions: int | None = Field(None, ge=1, description="most sessions that take calls at a time; null: any number")
 
 
@@ -156,8 +156,8 @@ class GatewayConfig(Section):
 
     count: int = Field(0, ge=0, description="gateways of a run on one machine; others may join (--role gateway)")
     share: float = Field(0.0, ge=0, le=1)
-    """share of all groups alive that sessions of users may be; 0: sessions are served, and none is trained; 1: sessions
-    alone are trained, and no rows"""
+    """share of sessions of users among all alive groups; 0: sessions are served, and never trained; 1: sessions alone
+    are trained, and no rows"""
     host: str = Field("127.0.0.1", description="interface at which users reach the gateways")
     port: int = Field(0, ge=0, le=65535, description="port of gateway 0, those of others follow; 0: any free port")
     certificate: UserPath | None = Field(None, description="file of the certificate for TLS, PEM; null: no TLS")
@@ -165,18 +165,18 @@ class GatewayConfig(Section):
     keys: dict[str, KeyConfig] = Field(default_factory=dict, description="who may do what, by name")
     serve: Literal["newest", "evaluated"] = "newest"
     """newest: the version in training; evaluated: one generator keeps the last version whose held-out accuracy is at
-    most accuracy_drop below that of the one served before, and takes the calls of users alone"""
+    most accuracy_drop below the accuracy of the version served before, and takes only the calls of users"""
     accuracy_drop: float = Field(0.02, ge=0, description="see gateway.serve")
     without_permit: Literal["serve", "wait"] = "serve"
-    """what a new session gets if as many are open as may be: it is served and not trained, or waits (HTTP 429)"""
+    """fate of a new session beyond the most open sessions: served and not trained, or waits (HTTP 429)"""
     idle_seconds: float = Field(600.0, gt=0, description="a session ends so long after its last call")
     session_seconds: float = Field(3600.0, gt=0)
-    """a session whose reward has not come so long after its first call expires"""
+    """a session expires so long after its first call unless its reward has come"""
     max_session_tokens: int = Field(4096, ge=1, description="most tokens of a session; the next call begins another")
     max_messages: int = Field(1024, ge=1, description="most messages of a call")
     reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
     score: bool = False
-    """whether reward.functions score a session that ends without a reward; else it waits for one"""
+    """whether reward.functions score a session that ends without a reward; false: the session waits for a reward"""
 
     def conflicts(self) -> Iterator[str]:
         if self.count and not self.keys:
@@ -191,16 +191,16 @@ class GatewayConfig(Section):
 
 
 class ObserveConfig(Section):
-    """How a run is watched while it goes on; docs/observe.md lists the tools. Their failure cannot fail the run."""
+    """Tools for watching a run; docs/observe.md lists them. A failure of a tool cannot fail the run."""
 
     prometheus_port: int | None = Field(None, ge=1, le=65535)
-    """each actor serves its metrics at the first free port from this one on; null: off"""
+    """each actor serves its metrics at the first free port from this port on; null: off"""
     prometheus_host: str = Field("127.0.0.1", description="interface for the metrics")
     prometheus_token: str | None = Field(None, min_length=1)
-    """readers send it as `Authorization: Bearer`; required if the interface is not loopback"""
+    """readers send the token as `Authorization: Bearer`; required if the interface is not loopback"""
     tensorboard: bool = Field(True, description="write TensorBoard event files to the run folder")
     rollouts: Literal["all", "sample", "none"] = "all"
-    """rollouts kept in the run folder, as Parquet; sample: the rollouts of one group in 16"""
+    """rollouts kept in the run folder, as Parquet; sample: the rollouts of every 16th group"""
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(None, gt=0)
     """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file the older; null: never"""
@@ -226,18 +226,18 @@ class ObserveConfig(Section):
 
 class MasterConfig(Section):
     address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
-    """address at which the master listens; host *: all interfaces. If it is not set and the port is in use, a run on
-    one machine takes another one"""
+    """address at which the master listens; host *: all interfaces. By default, a run on one machine takes another port
+    if the port is in use"""
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(60.0, gt=0, description="time without the master's answer after which an actor exits")
     stall_seconds: float = Field(300.0, gt=0)
-    """time without progress after which the run ends; the master tries to recover before that"""
+    """time without progress after which the run ends; the master tries to recover earlier"""
     hang_seconds: float = Field(120.0, ge=0)
-    """an actor whose work stands still for so long, and for ten times as long as such work ever did, is fenced and its
-    engine killed; 30 times as long if such work has never ended; 0: never"""
+    """an actor is fenced and its engine killed if its work stands still for so long, and for ten times as long as such
+    work ever did; 30 times as long if such work has never ended; 0: never"""
     drain_seconds: float = Field(60.0, gt=0)
-    """time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is told to leave;
-    less than the grace that your scheduler gives"""
+    """time for an actor to hand over its work, and for the trainer to save a checkpoint, after being told to leave;
+    less than the grace of your scheduler"""
 
     def conflicts(self) -> Iterator[str]:
         if int(self.address.rpartition(":")[2]) > 65535:
@@ -245,11 +245,11 @@ class MasterConfig(Section):
 
 
 class NetworkConfig(Section):
-    """How actors reach each other (areal docs security). Roles started by hand have options for the same."""
+    """The links between actors (areal docs security). Roles started by hand have options for the same keys."""
 
     keys: UserPath | None = None
-    """folder made by `areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or
-    on one machine keys of the run's own"""
+    """folder made by `areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or on one
+    machine keys of the run's own"""
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
 
     def conflicts(self) -> Iterator[str]:
@@ -258,5 +258,5 @@ class NetworkConfig(Section):
 
     @property
     def ports_text(self) -> str:
-        """The ports as they are written in an address."""
+        """Return the ports as written in an address."""
         return "*" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}"

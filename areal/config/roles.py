@@ -1,4 +1,4 @@
-"""The roles of a run, besides its master: how many processes each has, what they need, and what waits for them."""
+"""The roles of a run besides the master: their numbers of processes, their needs, and the stages that wait for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,21 +8,22 @@ from areal.base import extensions
 from areal.config import Config
 
 Goal = Literal["batch", "step", "evaluation"]
-"""What a run waits for: the next batch, its training and publication, the scores of a version."""
+"""The stages that a run waits for: the next batch, its training and publication, the scores of a version."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A role; its actor is a class in the module `actors.NAME`.
+    """A role; the actor is a class in the module `actors.NAME`.
 
     processes: their number in a run on one machine. 0: the run does without the role; else it waits until one is ready.
-    joins: whether the run starts none of them, as they are in processes that join it.
-    works_for: if the run waits for one of these, it waits for this role, among others.
-    devices, devices_key: number of GPUs of the process with an index, and the configuration key that sets it. in_turns:
-    with `colocate` it uses the devices in turns with the other such roles.
-    names: of processes that differ, one for each that a run on one machine starts; each gets its own as `--ROLE NAME`.
-    single: a run has one process of the role, and a new one takes its place.
-    environment: variables of a process of its own, where the user has not set them."""
+    joins: whether the run starts no process of the role, because processes of the role join the run.
+    works_for: the goals that need this role, among other roles.
+    devices, devices_key: number of GPUs of the process with an index, and the configuration key with the number.
+    in_turns: with `colocate` the role uses the devices in turns with all other such roles.
+    names: of processes that differ, one for each process of a run on one machine; the process gets `--ROLE NAME`.
+    single: a run has a single process of the role, and a new process takes its place.
+    environment: variables for the role's process, unless the user has set them.
+    """
 
     name: str
     processes: Callable[[Config], int]
@@ -36,27 +37,27 @@ class Role:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def started(self, config: Config) -> int:
-        """The number of processes that a run on one machine starts."""
+        """Return the number of processes that a run on one machine starts."""
         return 0 if self.joins(config) else self.processes(config)
 
     def options(self, config: Config, index: int) -> list[str]:
-        """The options of its own that a process gets."""
+        """Return the options of a process that differ from the role's."""
         names = self.names(config)
         return [f"--{self.name}", names[index]] if names else []
 
     def needed_devices(self, config: Config, count: int) -> str:
-        """The devices of `count` processes, for messages."""
+        """Return the devices of `count` processes, for messages."""
         numbers = dict.fromkeys(f"{self.devices(config, index)}" for index in range(count))
         devices = f"{' or '.join(numbers)}{'' if self.single else ' each'} ({self.devices_key})"
         return f"the {self.name} needs {devices}" if self.single else f"{count} {self.name}s need {devices}"
 
 
-# Those that compute with the run's model, or make and read its tokens.
+# Roles that compute with the run's model, or make and read its tokens.
 USES_MODEL = frozenset(("trainer", "generator", "rollout_manager", "evaluator", "gateway"))
-# numpy, which the bus imports, would start a thread for each core. vLLM is loaded in a process with one.
+# numpy, imported by the bus, would start a thread for each core. vLLM is loaded in a process with a single thread.
 ENGINE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
-# The slowest to start first. They get devices, and are shown, in this order.
+# The slowest role to start comes first. Roles get devices, and are shown, in this order.
 ROLES = {
     role.name: role
     for role in (
@@ -113,11 +114,11 @@ ROLES = {
 
 
 def is_role(name: str) -> bool:
-    """Whether an actor may join as a role of this name: one of this project, or of an installed package."""
-    is_own = ("role", name) in extensions.own_entries()  # the master is none that joins
+    """Whether an actor may join under the name of a role, either of this project or of an installed package."""
+    is_own = ("role", name) in extensions.own_entries()  # the master does not join
     return name in ROLES or (not is_own and extensions.entry("role", name) is not None)
 
 
 def role_of(name: str) -> Role:
-    """The role of this name. A role of an installed package is started by hand, and the run does without it."""
+    """Return the role of this name. A role of an installed package is started by hand, and the run does without it."""
     return ROLES.get(name) or Role(name, processes=lambda config: 0, works_for=frozenset())

@@ -11,20 +11,20 @@ from areal.config.section import Section, UserPath
 
 Credit = Literal["sample", "return_to_go", "call"]
 
-# The rewards that ask a model, and their option `url` where it is the policy of the run, or one of its scorers.
+# The rewards that ask a model. Their option `url` may name the policy of the run, or a scorer.
 JUDGES = ("judge", "group_judge")
 
 POLICY, SCORER = "policy", "scorer:"
 
 
 def is_in_run(url: str) -> bool:
-    """Whether a judge is the policy of the run or one of its scorers."""
+    """Whether a judge is the policy of the run or a scorer."""
     return url == POLICY or url.startswith(SCORER)
 
 
 class RewardConfig(Section):
-    """`functions` names the rewards of the run (areal.rewards.functions lists the built-in ones), with weights if you
-    like: the score is the weighted sum. A row of the data may name its own rewards in the same way."""
+    """`functions` names the rewards of the run (areal docs rewards), with weights if you like: the score is the
+    weighted sum. A row of the data may name its own rewards in the same way."""
 
     count: int = Field(1, ge=1, description="reward actors of a run on one machine")
     functions: dict[str, float] = Field(default_factory=dict)
@@ -32,12 +32,12 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """keyword arguments of rewards that are classes, by name of the reward"""
     external: list[str] = Field(default_factory=list)
-    """rewards that processes serve which join the run (areal.train, areal run --role reward); none starts here"""
+    """rewards of processes that join the run (areal.train, areal run --role reward); none starts here"""
     groups: list[str] = Field(default_factory=list)
-    """rewards that score all completions of a group at once; a start adds those that it serves itself"""
+    """rewards that score all completions of a group at once; a start adds its own rewards of this kind"""
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     concurrent_calls: int = Field(64, ge=1)
-    """most calls of async rewards that run at once in a reward actor, in one process"""
+    """most calls of async rewards that run at once in the single process of a reward actor"""
     timeout_seconds: float = Field(10.0, gt=0, description="time limit of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor if there is one")
     quarantine_after: int = Field(3, ge=1, description="a completion is refused after so many dead or late workers")
@@ -56,15 +56,15 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Limits of a program that a model wrote, with all that it starts. docs/sandbox.md says what they protect.
+    """Limits of a model's program and of everything that the program starts. docs/sandbox.md says what they protect.
 
-    Programs run on this machine, or on the SandboxFusion server at `url` if that is given."""
+    Programs run on this machine, or on the SandboxFusion server at `url`."""
 
     mode: Literal["namespaces", "none"] = "namespaces"
-    """none: no protection at all, only for programs that you trust"""
+    """none: no protection at all, only for trusted programs"""
     tests: Literal["outside", "inside_where_needed"] = "outside"
     """outside: tests in Python run in another process than the program; rows that need more are refused.
-    inside_where_needed: such rows' tests run beside the program, which can forge their verdict"""
+    inside_where_needed: the tests of such rows run beside the program, which can forge the verdict"""
     url: str | None = Field(None, pattern=r"^https?://.+", description="a SandboxFusion server, without /run_code")
     cpu_seconds: float = Field(4.0, gt=0, description="CPU time of a program's processes together")
     wall_seconds: float = Field(8.0, gt=0)
@@ -76,11 +76,11 @@ class SandboxConfig(Section):
     cgroup: UserPath | None = None
     """folder of a control group (version 2) for the sandbox; the kernel then counts memory and CPU time exactly"""
     folders: list[UserPath] = Field(default_factory=list)
-    """folders that programs may read besides those of the system and of Python"""
+    """folders that programs may read besides the folders of the system and of Python"""
 
 
 class ScoringConfig(Section):
-    """What is needed to score completions."""
+    """The sections for scoring completions."""
 
     reward: RewardConfig = RewardConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -101,24 +101,24 @@ class ScoringConfig(Section):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """All rewards that the configuration names, by name."""
+        """All rewards in the configuration, by name."""
         return self.reward.functions
 
     @property
     def judges(self) -> dict[str, str]:
-        """The addresses of the judges in the run, by the reward's name; also of those that only rows name."""
+        """The addresses of the judges in the run, by the reward's name; also of judges that only rows name."""
         options = self.reward.options.items()
         urls = {name: str(values.get("url")) for name, values in options if name.partition("/")[0] in JUDGES}
         return {name: url for name, url in urls.items() if is_in_run(url)}
 
     @property
     def policy_judges(self) -> list[str]:
-        """The rewards for which the run's own policy is asked, by whoever samples."""
+        """The rewards that the run's own policy judges, asked by the sampling role."""
         return [name for name, url in self.judges.items() if url == POLICY]
 
     @property
     def own_rewards(self) -> list[str]:
-        """The rewards of the configuration that actors serve which the run starts."""
+        """The rewards of the configuration that the run's own reward actors serve."""
         return [name for name in self.rewards if name not in {*self.reward.external, *self.judges}]
 
     @property

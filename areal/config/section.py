@@ -1,4 +1,4 @@
-"""A section of the configuration, and what its keys are made of."""
+"""A section of the configuration, and the types of its keys."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,19 +8,19 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-# A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
+# The name of a file or folder in any folder: neither `.` nor `..`, without `/`, and no option of a command.
 NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 # vLLM's least temperature above 0.
 LEAST_TEMPERATURE = 0.01
 
 
 class Section(BaseModel):
-    """A section of keys. The meaning of each is its description, or the text below it (see settings_list.py)."""
+    """A section of keys. The meaning of a key is its description, or the text below the key (see settings_list.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with the keys of this section: sentences for the user, who gets the first one."""
+        """Yield the mistakes in the keys of this section, as sentences. The user gets the first sentence."""
         yield from ()
 
     @model_validator(mode="after")
@@ -34,8 +34,8 @@ T = TypeVar("T", bound=Section)
 
 
 def template_conflicts(key: str, template: str) -> Iterator[str]:
-    """Whether the template of a key is none."""
-    import jinja2  # which takes as long to import as all of the configuration
+    """Yield a sentence if the template of a key is not Jinja."""
+    import jinja2  # jinja2 takes as long to import as all of the configuration
 
     try:
         jinja2.Environment().parse(template)
@@ -44,7 +44,7 @@ def template_conflicts(key: str, template: str) -> Iterator[str]:
 
 
 def temperature_conflicts(key: str, value: float) -> Iterator[str]:
-    """Whether vLLM would sample at another temperature than at the value of a key."""
+    """Yield a sentence if vLLM would not sample at the temperature of a key."""
     if 0 < value < LEAST_TEMPERATURE:
         yield (
             f"{key} is {value:g}, but vLLM takes temperatures below {LEAST_TEMPERATURE:g} for that, and the trainer "
@@ -55,15 +55,15 @@ def temperature_conflicts(key: str, value: float) -> Iterator[str]:
 def _expanded(path: Path) -> Path:
     with suppress(RuntimeError):
         return path.expanduser()
-    return path  # there is no such user
+    return path  # an unknown user
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]
-"""A path, in which ~ is the user's folder."""
+"""A path with ~ for the user's folder."""
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section class of a key, also where the annotation is `Section | None`, or a list or mapping of sections. None
-    if it holds no section."""
+    """Return the section class of a key, also for `Section | None`, or a list or mapping of sections. None without a
+    section."""
     kinds = (annotation, *get_args(annotation))
     return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)

@@ -1,6 +1,6 @@
 """Conflicts between the sections of a configuration, as sentences for the user.
 
-A conflict within one section is found by the section itself (`Section.conflicts`).
+A conflict within a section is found by the section (`Section.conflicts`).
 """
 
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def conflicts_between(config: "Config") -> Iterator[str]:
-    """Yield a sentence for each conflict; the user gets the first one."""
+    """Yield a sentence for each conflict; the user gets the first sentence."""
     yield from _of_sections(config)
     yield from _of_training(config)
     yield from _of_scorers(config)
@@ -174,7 +174,7 @@ def _of_sessions(config: "Config") -> Iterator[str]:
 
 
 def conflicts_of_groups(config: "Config", estimator: str) -> Iterator[str]:
-    """Yield the conflicts of advantages that compare the samples of a group. estimator: the setting that chose them."""
+    """Yield the conflicts of advantages that compare a group's samples. estimator: the setting that chose them."""
     if config.steps and config.group_size == 1 and config.reward.credit == "sample":
         yield (
             f"{estimator} compares the samples of a group, but group_size is 1, so nothing is learned: raise group_size"

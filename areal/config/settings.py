@@ -1,10 +1,10 @@
-"""The settings of a run by their keys: in which two configurations differ, and what a change of them means."""
+"""The settings of a run by key: the differences between two configurations, and the meaning of a change."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# The configuration keys that may change when a run is resumed; a section stands for all keys in it. All other keys
-# have determined what the run has done so far, or determine what its journal and checkpoints mean.
+# The configuration keys that may change when a run is resumed; a section stands for all its keys. All other keys have
+# determined the run so far, or determine the meaning of its journal and checkpoints.
 MAY_CHANGE = (
     "steps", "max_staleness", "run_ahead", "oversample", "filter_zero_signal", "max_attempts", "max_failed_share",
     "outage_seconds", "generator", "rollout_manager", "scorers", "guard", "evaluator", "master", "network", "observe",
@@ -16,10 +16,10 @@ MAY_CHANGE = (
     "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options", "cluster",
 )  # fmt: skip
 
-# The keys among them that also hold for the steps that the trainer redoes from its checkpoint.
+# The keys in MAY_CHANGE that also hold for steps redone from the trainer's checkpoint.
 REDONE = ("trainer", "guard", "steps")
 
-# The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
+# The configuration keys that change the speed of a run and the staleness of its data, but not what the run learns from.
 SPEED_ONLY = (
     "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
     "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
@@ -32,7 +32,7 @@ SPEED_ONLY = (
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys in which two configurations differ, with their dots, and the values before and now."""
+    """Yield the keys that differ between two configurations, with their dots, and the values before and now."""
     for name in stored | current:
         old, new = stored.get(name), current.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -42,5 +42,5 @@ def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "
 
 
 def is_under(key: str, names: Iterable[str]) -> bool:
-    """Whether a key of the configuration is one of `names` or in a section that is."""
+    """Whether a key is in `names`, or in a section in `names`."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

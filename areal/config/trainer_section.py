@@ -1,4 +1,4 @@
-"""The trainer, and when a run that has gone wrong stops."""
+"""The trainer, and the guard that stops a run gone wrong."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from areal.config.named_objectives import OBJECTIVES, settings_of
 from areal.config.section import Section
 
 COMPARE_GROUP = ("group", "leave_one_out")
-"""Means (`advantage_mean`) that compare the samples of a group, so that groups of one sample teach nothing."""
+"""Means (`advantage_mean`) that compare the samples of a group: groups of one sample teach nothing."""
 
 
 class LoraConfig(Section):
@@ -32,40 +32,40 @@ class CriticConfig(Section):
     There is a critic only if a key of this section is given."""
 
     coef: float = Field(1.0, ge=0)
-    """weight of the value loss in the gradient of the body; 0: only the head learns from it"""
+    """weight of the value loss in the gradient of the body; 0: only the head learns from the value loss"""
     lr: float = Field(0.2, gt=0, description="learning rate of the head: about how far a value moves in a step")
     gamma: float = Field(1.0, gt=0, le=1, description="discount for each sampled token")
     lam: float = Field(1.0, ge=0, le=1, description="lambda; 1: returns minus values, 0: one-step differences")
     value_clip: float | None = Field(0.2, gt=0)
-    """a value is held within so much of that before the training step; null: it is not"""
+    """largest change of a value from the value before the training step; null: no limit"""
     warmup_steps: int = Field(0, ge=0)
-    """first optimizer steps of the run, which train the head alone; the others of the schedule follow"""
+    """first optimizer steps of the run, which train the head alone; the steps of the schedule follow"""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainerConfig(Section):
-    """`objective` is a name, or `package.module:function` for your own objective (docs/objectives.md says how it is
-    called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
-    Values that you give here take precedence."""
+    """`objective` is a name, or `package.module:function` for your own objective (docs/objectives.md describes the
+    call). A named objective also sets its own keys, such as `advantage_mean` and `behaviour_weight`. Values that you
+    give here take precedence."""
 
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"""
+    """parts that the ranks share out: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """what host memory holds in place of the devices: nothing; gradients, master weights and Adam's moments, with Adam
+    """parts in host memory instead of on the devices: nothing; gradients, master weights and Adam's moments, with Adam
     on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)"""
     sequence_parallel: int = Field(1, ge=1)
     """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
     counts the whole row (areal docs training)"""
     expert_parallel: int = Field(1, ge=1)
-    """ranks that share out the experts of each layer of a mixture; each token goes to the rank that has its expert
-    (areal docs parallel)"""
+    """ranks that share out the experts of each layer of a mixture; a token goes to the rank with its expert (areal docs
+    parallel)"""
     tensor_parallel: int = Field(1, ge=1)
-    """ranks that compute each row together, each with a part of heads and inner features (areal docs parallel)"""
+    """ranks that compute each row together, each rank with a part of heads and inner features (areal docs parallel)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
+    """type of the weights for computing and publishing; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
     lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
@@ -73,7 +73,7 @@ class TrainerConfig(Section):
     """after the warm-up: constant, or a decay from lr to lr_final * lr at the last optimizer step"""
     lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
     lr_schedule_steps: int | None = Field(None, gt=0)
-    """training steps of the schedule, with which a decay ends; null: `steps`"""
+    """training steps of the schedule, after which a decay has ended; null: `steps`"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of Adam")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW), not of norms and biases")
@@ -84,9 +84,9 @@ class TrainerConfig(Section):
     """micro-batches per minibatch and rank, with equally many sequences and any number of tokens (baseline of the
     paper's figure 6a); null: by Algorithm 1"""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """recompute activations in the backward pass, which saves memory; auto: on GPUs"""
+    """recompute activations in the backward pass, to save memory; auto: on GPUs"""
     compile: bool = False
-    """compile the layers of the model (torch.compile): the first step takes a minute or two longer, later ones less"""
+    """compile the layers of the model (torch.compile): the first step takes a minute or two longer, later steps less"""
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
     peak_tflops: float | None = Field(None, gt=0)
     """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
@@ -102,23 +102,23 @@ class TrainerConfig(Section):
     """w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, 0 where the binary KL of the two
     is above the upper bound, or always 1"""
     behaviour_weight_level: Literal["token", "sequence", "geometric"] = "token"
-    """w is that of each token, or of its sequence: the product, or the geometric mean"""
+    """w of each token, or of the token's sequence: the product, or the geometric mean"""
     behaviour_weight_bounds: tuple[float, float] = (0.5, 2.0)
-    """lower and upper bound of w; truncated and masked_kl use only the upper one"""
+    """lower and upper bound of w; truncated and masked_kl use only the upper bound"""
     sequence_mask: Literal["none", "product", "geometric", "kl"] = "none"
-    """leave a sequence out if the product, or geometric mean, of its w is outside sequence_mask_bounds, or the mean of
-    the binary KL(pi_behav, pi_prox) of its tokens above the upper one"""
+    """leave a sequence out if the product, or geometric mean, of w is outside sequence_mask_bounds, or the mean binary
+    KL(pi_behav, pi_prox) of its tokens above the upper bound"""
     sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
     mask_cut: bool = False
-    """leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count in the
-    advantages of the others"""
+    """leave samples cut at sampling.max_new_tokens out of the loss; their rewards still count in the advantages of all
+    samples"""
     m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
     sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
     """sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"""
     vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
     vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = "own"
-    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (areal docs routing)"""
+    """experts of a mixture: the router's choice or, for sampled tokens, the choice at sampling (areal docs routing)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
     advantage: str = "normalised"
@@ -135,40 +135,40 @@ class TrainerConfig(Section):
     """mean over tokens; over sequences of their token means; or over sequences of their token sums / loss_tokens"""
     loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; of a run: sampling.max_new_tokens")
     entropy_coef: float = Field(0.0, ge=0)
-    """weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"""
+    """weight of the entropy bonus: the loss of a token is lowered by weight times entropy (nats)"""
     kl_coef: float = Field(0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: none")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 for kl_in=reward; k2 and k3 for either (areal docs objectives)"""
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = None
-    """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model"""
+    """the reference model: a folder, or `scorer:NAME` for a model off the trainer; null: the run's model"""
     teacher: str | None = None
-    """the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"""
+    """name of the teacher in `scorers`; the log-prob of each sampled token is compared with the teacher's"""
     teacher_key: str | None = None
-    """field of a row with the name of its teacher, in place of `teacher`, for rows that have it"""
+    """field of a row with the name of the row's teacher, in place of `teacher`"""
     teacher_coef: float = Field(0.0, ge=0)
-    """weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"""
+    """weight of log teacher - log pi_prox in the advantage of a token; 0: the difference is only measured"""
     teacher_top_k: int = Field(
         0,
         ge=0,
-        le=20,  # vLLM's own limit
+        le=20,  # the limit of vLLM
         description="k: teacher_coef is the weight of KL(teacher || pi) in the loss, over the teacher's k likeliest "
         "tokens and all others as one, and not of a gain in the advantage",
     )
     checkpoint_every: int = Field(20, ge=1)
-    """steps between checkpoints; a restarted trainer redoes the steps since the last one"""
+    """steps between checkpoints; a restarted trainer redoes the steps since the last checkpoint"""
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
     def for_device(self, *, cuda: bool) -> "TrainerConfig":
-        """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
+        """Return this configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
         return self.model_copy(update=values)
 
     def lr_share(self, step: int, steps: int) -> float:
-        """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
-        the schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, whose
-        rate is constant, all this begins after the steps that train it alone."""
+        """Return the share of `lr` in the optimizer step number `step`, from 0. steps: the optimizer steps of the
+        schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, the
+        schedule begins after the steps that train the critic's head alone at a constant rate."""
         alone = self.critic.warmup_steps if self.critic else 0
         number = step - alone + 1
         if number <= self.warmup_steps or number <= 0:
@@ -181,7 +181,7 @@ class TrainerConfig(Section):
         return self.lr_final + (1 - self.lr_final) * share
 
     def schedule_conflicts(self, steps: int) -> Iterator[str]:
-        """Why the policy would never be trained at the rate `lr` in so many optimizer steps."""
+        """Yield the reason why the policy would never be trained at the rate `lr` in so many optimizer steps."""
         alone = self.critic.warmup_steps if self.critic else 0
         if alone + max(self.warmup_steps, 1) > steps:
             keys = " and ".join(["trainer.critic.warmup_steps"] * bool(alone) + ["trainer.warmup_steps"])
@@ -199,13 +199,13 @@ class TrainerConfig(Section):
 
     @property
     def reference_scorer(self) -> str | None:
-        """The name of the scorer that has the reference model; None: the trainer has it, or there is no penalty."""
+        """The name of the scorer with the reference model; None if the trainer has the model, or without a penalty."""
         kind, _, name = (self.reference or "").partition(":")
         return name if kind == "scorer" and self.kl_coef else None
 
     @property
     def compares_group(self) -> bool:
-        """Whether the advantages compare the samples of a group. A user's own estimator says so when it is loaded."""
+        """Whether the advantages compare the samples of a group. A user's estimator says so when it is loaded."""
         return self.advantage == "normalised" and self.advantage_mean in COMPARE_GROUP
 
     @property
@@ -215,7 +215,7 @@ class TrainerConfig(Section):
 
     @property
     def uses_behaviour(self) -> bool:
-        """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
+        """Whether the loss compares pi_behav with a policy of the trainer. A user's objective: by its settings."""
         return (
             self.objective in ("ppo", "m2po", "dppo", "dppo_kl", "sao")
             or self.behaviour_weight != "none"
@@ -313,18 +313,18 @@ class TrainerConfig(Section):
 
 def _is_installed(objective: str) -> bool:
     """Whether an installed package has this objective."""
-    from areal.base import extensions  # which the configuration of most runs does not need
+    from areal.base import extensions  # the configuration of most runs does not need the table
 
     return extensions.entry("objective", objective) is not None
 
 
 class GuardConfig(Section):
-    """Stops a run that has gone wrong, before the result is saved. docs/observe.md explains the metrics."""
+    """Stops a run gone wrong before the result is saved. docs/observe.md explains the metrics."""
 
     effective_sample_size: float = Field(0.1, ge=0, le=1, description="minimum, share of the tokens; 0: off")
     entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")
     logprob_gap: float | None = Field(None, gt=0)
-    """maximum, nats: how far generators and trainer differ on the same weights; null: as far as their dtypes and
+    """maximum, nats, of the difference between generators and trainer on the same weights; null: as far as dtypes and
     settings explain (areal docs observe)"""
     advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
