@@ -1,4 +1,4 @@
-"""What form an answer has, as LaTeX: numbers, words, a choice, a time of the day, intervals. Texts, no algebra."""
+"""The form of an answer in LaTeX: numbers, words, a choice, a time of the day, intervals. Texts, no algebra."""
 
 import re
 from decimal import Decimal
@@ -15,7 +15,7 @@ _WEIGHTY = (
     "not|(?:m|b|tr)illion|thousand|hundred|dozen|squared|cubed|factorial|halves|thirds|quarters|fourths|fifths|tenths"
 )
 _NO_UNIT = f"{_WEIGHTY}|percent|times|plus|minus|over|divided|choose|sqrt|point|infinity"
-# What only says how a formula looks, units that math-verify does not know, other notations: each with what it becomes.
+# Looks of a formula, units unknown to math-verify, other notations: each pattern with its replacement.
 _LOOKS = [
     (re.compile(pattern), instead)
     for pattern, instead in (
@@ -39,7 +39,7 @@ _LOOKS = [
         (rf"(?<=\d) {{1,9}}(?!(?:{_NO_UNIT})\b)[A-Za-z]{{4,}}(?: [A-Za-z]{{2,}}){{0,3}}\Z", ""),
     )
 ]  # fmt: skip
-# Digits in groups with spaces between them, and the punctuation of a sentence that stands in its formula.
+# Digits in groups with spaces between, and a sentence's punctuation within a formula.
 _GROUPS = re.compile(r"(?<![\w.,\\])[1-9]\d{0,2}(?:(?:\\[,;: ]|[~ ])\d{3})+(?!\d)")
 _PUNCTUATION = re.compile(r"(?<=[^\s.,;:\\{(\[&])\s{0,9}[.,;](?=\s{0,9}(?:\$|\\[)\]]|\}|$))")
 
@@ -64,20 +64,20 @@ _LITERAL = re.compile(
     FLAGS,
 )
 _NAME = re.compile(r"-?[A-Za-z][\w' ]*|[_']*")
-# What of a left side says which value it is: a command, a subscript, an argument.
+# The part of a left side that names the value: a command, a subscript, an argument.
 _NAMING = re.compile(r"\\[A-Za-z]+|_(?:\{[^{}]*\}|\w)|\^\{-1\}(?=\()|(?<=[A-Za-z}'])\([^()]*\)")
-# No possessive quantifier here, nor anywhere: of groups, Python matches them wrongly before 3.11.5.
+# No possessive quantifier here or anywhere: before 3.11.5, Python matches possessive groups wrongly.
 _ARITHMETIC = re.compile(r"(?:\\(?!circ)[A-Za-z]+_?|[-+*/^()\[\]{}|!.,\d\s×·])*")
-# A number times a variable, which in the row's answer is no unit.
+# A number times a variable: no unit, if the row's answer has it.
 _MULTIPLE = re.compile(r"[\d}]\s*[A-Za-z](?![A-Za-z])")
-# Work that is left to the reader, unless the row's answer is written so too.
+# Work left to the reader, unless the row's answer leaves the same work.
 _OPERATION = re.compile(
     r"\\(?:sum|prod|i*int|lim|binom|[dt]binom|det|gcd|lcm|max|min|[bp]?mod|log|ln|lg|exp|a?(?:rc)?(?:sin|cos|tan)h?|"
     r"cot|sec|csc|lfloor|lceil|overline)(?![a-z])|!|\\frac\{d\}|\b(?:log|ln|sin|cos|tan|arctan|gcd|lcm|max|min)\b"
 )
 _EXPRESSION = re.compile(r"[-+*/^=<>|!]|\\(?!text|mathrm|mbox|mathbf|infty|pi\b)[a-z]+")
 _ROOT = re.compile(r"-?\d*\\sqrt(?:\[\d\])?\{?\d+\}?")
-# Words, in which letters have an order: three letters, capitals, the shortest words, or what is marked as text.
+# Words, in which the order of letters counts: three letters, capitals, the shortest words, or marked text.
 _IN_WORDS = re.compile(
     r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z .,;'!?-]*|[A-Z]{2,}|(?i:no|on|up|in|it|us|we|he|so|to|of|if|go|at)\.?|"
     r"\\text\{(?=[^{}]*[A-Za-z]{2})[^{}]*\}\.?"
@@ -91,7 +91,7 @@ _BASE = re.compile(r"\d_\{?(\d+)\}?\Z")
 
 
 def tidy(latex: str) -> str:
-    """A formula without what only says how it looks, the spaces within its numbers, and the punctuation at its end."""
+    """Return a formula without mere looks, without spaces within numbers, and without punctuation at the end."""
     if re.fullmatch(r"-?[0-9,.]*[0-9]", latex):  # as most answers are
         return latex
     latex = ascii_digits(latex)
@@ -101,7 +101,7 @@ def tidy(latex: str) -> str:
 
 
 def ascii_digits(text: str) -> str:
-    """The text with the digits of every script as those of ASCII."""
+    """Return the text with the digits of every script as ASCII digits."""
     return re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
 
 
@@ -110,7 +110,7 @@ def _joined_digits(latex: str) -> str:
 
 
 def plain(latex: str) -> str:
-    """LaTeX without its commands for text, spaces and sizes."""
+    """Return LaTeX without commands for text, spaces and sizes."""
     text = _SPACE.sub(" ", _NOTHING.sub("", _TEXT.sub(r" \1 ", _joined_digits(latex))))
     return text.replace("{,}", ",").replace("−", "-").strip()
 
@@ -120,14 +120,14 @@ def _fractions(latex: str) -> str:
 
 
 def choice(latex: str) -> tuple[str | None, str]:
-    """The letter of a choice, None if there is none, and what is said beside it: ("B", "12") for `(B) 12`."""
+    """Return the letter of a choice (None without a letter) and the text beside: ("B", "12") for `(B) 12`."""
     match = _CHOICE.fullmatch(plain(latex))
     return (match[1] or match[2], match[3].strip()) if match else (None, latex)
 
 
 def same_words(gold: str, latex: str) -> bool | None:
-    """Whether an answer says the words, the time of the day or the number base of the row's answer; None if that has
-    none of these, so that algebra has to tell."""
+    """Whether an answer has the same words, time of the day or number base as the row's answer; None if the row's
+    answer has none of the three, and algebra has to tell."""
     times = [_TIME.fullmatch(plain(text)) for text in (gold, latex)]
     times = [time if time and (time[2] or time[3]) else None for time in times]
     if any(time and (time[3] or (time[2] or "").startswith("0")) for time in times):
@@ -143,13 +143,13 @@ def same_words(gold: str, latex: str) -> bool | None:
 
 
 def _hours(time: re.Match[str]) -> set[int]:
-    """The hours of the day, from 0 to 24, that a time may mean."""
+    """Return the hours of the day, from 0 to 24, that a time may mean."""
     hour, half = int(time[1]), (time[3] or "").lower()
     return {hour % 12 + 12 * (half == "p")} if half else {hour} if hour > 12 else {hour % 12, hour % 12 + 12}
 
 
 def sides(latex: str) -> list[str]:
-    """The sides of an equation; the last is the answer, without what it is about. Several answers are one side."""
+    """Return the sides of an equation; the last is the answer, without its subject. Several answers are one side."""
     if _LIST.search(re.sub(r"\([^()]*\)", "", latex)):
         return [latex]
     exact, *about = re.split(r"\\approx(?![A-Za-z])|≈", latex)
@@ -158,7 +158,7 @@ def sides(latex: str) -> list[str]:
 
 
 def is_unsolved(side: str) -> bool:
-    """Whether the left side of an equation is a term in one variable, which has to be solved for: `2x`."""
+    """Whether the left side of an equation is a term in one variable, still to be solved for: `2x`."""
     term = _NAMING.sub("", side)
     return len(set(re.findall("[A-Za-z]", term))) == 1 and bool(re.search(r"\d|^\s*-", term))
 
@@ -169,7 +169,7 @@ def is_arithmetic(side: str) -> bool:
 
 
 def count(latex: str) -> int | None:
-    """How many answers stand in a list without brackets; None for anything else."""
+    """Return the number of answers in a list without brackets; None for anything else."""
     text = plain(latex)
     if re.search(r"\d_|[()\[\]&±]|\\(?:pm|cup|begin|in)(?![A-Za-z])", text) or _RELATION.search(text):
         return None
@@ -182,7 +182,7 @@ def is_relation(latex: str) -> bool:
 
 
 def intervals(latex: str) -> tuple[str, str] | None:
-    """A variable, and the intervals in which inequalities say that it is; None for anything else."""
+    """Return a variable and its intervals, by inequalities; None for anything else."""
     names, parts = set(), []
     for part in re.split(r"\bor\b|\\lor\b|\\vee\b", plain(latex)):
         terms, low, high = [side.strip() for side in _RELATION.split(part)], "(-\\infty", "\\infty)"
@@ -203,7 +203,7 @@ def intervals(latex: str) -> tuple[str, str] | None:
 
 
 def numbers(latex: str) -> list[str] | None:
-    """The numbers of an answer of nothing else (`x = \\frac{1}{2}`, `(0, 5]`, `72 cm`); None for any other."""
+    """Return the numbers of an answer made of numbers (`x = \\frac{1}{2}`, `(0, 5]`, `72 cm`); else None."""
     text = re.sub(r"10\^\{(-?\d+)\}", r"10^\1", plain(_fractions(latex)))
     if _PRODUCT.search(_ENVIRONMENT.sub(r"\1", text)):
         return None
@@ -224,9 +224,8 @@ def numbers(latex: str) -> list[str] | None:
 
 
 def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
-    """Whether an answer has the form that the row's answer asks for: where that is a number, a number, and no
-    arithmetic, function or equation that has to be worked out first. What stands in the prompt must be written as the
-    row's answer is."""
+    """Whether an answer has the form of the row's answer: for a number, a number, and no arithmetic, function or
+    equation that has to be worked out first. Text from the prompt must be written as the row's answer is."""
     if _bare(latex) == _bare(gold):
         return True
     # 1,22 may be 1.22.
@@ -234,7 +233,7 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
     if (None not in amounts and amounts[0] != amounts[1]) or _weighty(latex) != _weighty(gold):
         return False
     if (amounts[1] == 1 or plain(gold)[0] == "(") and "\\{" not in gold and plain(latex).startswith("\\{"):
-        return False  # a set is not its element, and no vector
+        return False  # a set is neither its element nor a vector
     values, gold_values = numbers(latex), None if _MULTIPLE.search(_TEXT.sub("", gold)) else numbers(gold)
     unfinished = values is None or any(re.search("[/:^]", number) for number in values)
     parts = [part.rpartition("=")[2].strip(" ()") for part in re.split(r"≈|\\approx", latex)]
@@ -243,18 +242,18 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
     if gold_values is None:
         return bool(_OPERATION.search(gold)) or not _OPERATION.search(sides(latex)[-1])
     if values is None and len(gold_values) == 1 and re.fullmatch(r"\d*\.\d{6,}", gold_values[0]):
-        # A decimal that stands for a root.
+        # A decimal in place of a root.
         return bool(_ROOT.fullmatch(latex.strip())) and _values(latex).isdisjoint(_values(prompt))
     return values is not None
 
 
 def _weighty(latex: str) -> set[str]:
-    """The words beside a number that change its meaning."""
+    """Return the words beside a number that change the meaning."""
     return set(re.findall(rf"\b(?:{_WEIGHTY})\b|n['’]t\b", plain(latex).lower()))
 
 
 def rounded(latex: str, gold: str) -> str:
-    """An answer in which the row's fractions stand for their decimals, which have no end: 1/3 for 0.33, not for 0.3."""
+    """Return an answer with the row's endless fractions in place of their decimals: 1/3 for 0.33, not for 0.3."""
     fractions = [Fraction(*map(int, re.split("[/:]", number))) for number in numbers(gold) or () if _is_endless(number)]
 
     def exact(decimal: re.Match[str]) -> str:
@@ -275,7 +274,7 @@ def _is_endless(number: str) -> bool:
 
 
 def stands_in(prompt: str, text: str) -> bool:
-    """Whether a number (or what is said to equal something) or a formula is one of the prompt's."""
+    """Whether a number (or the other side of an equation) or a formula stands in the prompt."""
     if not prompt:
         return False
     bare = _bare(text)
@@ -292,5 +291,5 @@ def _values(text: str) -> set[Decimal]:
 
 
 def _bare(latex: str) -> str:
-    """What is left of LaTeX without spaces, braces and other forms of the same."""
+    """Return LaTeX without spaces, braces and other differences of notation."""
     return re.sub(r"[\s{}$]", "", re.sub(r"\\[dtc]frac", r"\\frac", plain(_fractions(latex))))

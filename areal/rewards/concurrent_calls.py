@@ -1,7 +1,7 @@
-"""Calls of async rewards, which run at once in one worker process.
+"""Calls of async rewards, which run at once in a single worker process.
 
-The deadline of a call starts when the worker has begun it. A call that misses it is cancelled in the worker, and the
-others go on. A worker that does not even take the cancellation, because a call blocks its event loop, is killed.
+The deadline of a call starts when the worker has begun the call. A late call is cancelled in the worker, and all other
+calls go on. A worker that does not take the cancellation, because a call blocks the event loop, is killed.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ CANCEL_SECONDS = 5.0
 
 
 class WorkerLost(Exception):
-    """The worker has ended with several calls in it, or before it could say what has become of this one."""
+    """The worker has ended with several calls in progress, or before it answered the cancellation of this call."""
 
 
 class _AsyncCall:
-    """`answer`: the kind of the worker's answer and its value."""
+    """`answer`: the kind and the value of the worker's answer."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -32,7 +32,7 @@ class _AsyncCall:
 
 
 class ConcurrentCalls:
-    """See the module. start: starts a worker. limit: the most calls at once; others wait."""
+    """See the module. start: starts a worker. limit: the most calls at once; further calls wait."""
 
     def __init__(self, start: Callable[[], Awaitable[WorkerProcess]], limit: int) -> None:
         self._start = start
@@ -44,7 +44,7 @@ class ConcurrentCalls:
         self._calls: dict[int, _AsyncCall] = {}
 
     async def run(self, request: bytes, timeout: float) -> list[Result]:
-        """The results of one call, which may take `timeout` seconds. If this is cancelled, so is the call. Raises
+        """Return the results of a call, which may take `timeout` seconds. Cancelling `run` cancels the call. Raises
         RewardFailed, WorkerLost, and UserError or OSError if no worker can be started."""
         async with self._places:
             worker = await self.living()
@@ -73,7 +73,7 @@ class ConcurrentCalls:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def living(self) -> WorkerProcess:
-        """The worker, which is started if there is none. Raises UserError or OSError."""
+        """Return the worker, which is started if necessary. Raises UserError or OSError."""
         async with self._starting:
             if self._worker is None or not self._worker.alive:
                 await self.close()
@@ -82,12 +82,12 @@ class ConcurrentCalls:
             return self._worker
 
     async def _read(self, worker: WorkerProcess) -> None:
-        """Give the answers of a worker to its calls, until it ends."""
+        """Give the answers of a worker to the waiting calls, until the worker ends."""
         calls = self._calls
         try:
             while True:
                 number, kind, value = await worker.receive()
-                if (call := calls.get(number)) is None:  # it was cancelled
+                if (call := calls.get(number)) is None:  # the call was cancelled
                     continue
                 if kind == "begun":
                     call.begun.set_result(None)
@@ -101,7 +101,7 @@ class ConcurrentCalls:
                     call.answer.set_exception(WorkerLost())
 
     async def _cancel(self, worker: WorkerProcess, number: int, call: _AsyncCall) -> None:
-        """Cancel a call. Raises WorkerLost if the worker does not do it."""
+        """Cancel a call. Raises WorkerLost if the worker does not cancel in time."""
         worker.send(msgpack.packb([number, None]))
         done, _ = await asyncio.wait([call.answer], timeout=CANCEL_SECONDS)
         if not done:

@@ -1,15 +1,15 @@
-r"""Where a text gives its final answer. Texts only, no algebra.
+r"""Finds the final answer in a text. Texts only, no algebra.
 
-An answer counts where it is given as one. In this order:
+An answer counts only if the text gives it as an answer. In this order:
 
-1. in the last `\boxed{}`, or in the last ones if words such as "and" join them;
+1. in the last `\boxed{}`, or in the last boxes if words such as "and" join them;
 2. after `####`, "the answer is", "Answer:", "Final answer:" or a line's `A:`: the letter, formula or number that
-   follows at once, or else the last one of that sentence, if it does not stand in the prompt;
+   follows at once, or else the last of the sentence, if it does not stand in the prompt;
 3. otherwise the last formula or number of the text, if it does not stand in the prompt or is all of the text.
 
-Outside of formulas only a number or a letter is an answer, not `4 - 1`. What the text denies is none.
+Outside of formulas only a number or a letter is an answer, not `4 - 1`. A denied answer is no answer.
 
-A model writes these texts, and is paid for what is found in them: all is read in time that grows with their length.
+A model writes these texts, and is rewarded for the found answer: reading takes time in proportion to the length.
 """
 
 import re
@@ -21,7 +21,7 @@ from areal.rewards.answer_forms import FLAGS, FRACTION, NUMBER, PERCENT, ascii_d
 
 MARK = "####"
 
-# Formulas, formulas broken over lines (which nothing reads), numbers, and what makes an expression of numbers.
+# Formulas, formulas broken over lines (which nothing reads), numbers, and the signs of arithmetic.
 _TOKEN = re.compile(
     rf"""(?P<formula>
         \$\$ (?P<a> [^$]{{1,4000}} ) \$\$ | \\\[ (?P<b> (?:[^\\]|\\(?![\[\]])){{1,4000}} ) \\\]
@@ -39,12 +39,12 @@ _ANCHOR = re.compile(
     r"(?:\b(?:is|are|be|equals)\b:?|:|=|\W{0,6}\n)|^a:",
     FLAGS | re.MULTILINE,
 )
-# The form of Minerva's prompt. After a box it counts, and not the box.
+# The form of Minerva's prompt. After a box it counts in place of the box.
 _HOPE = re.compile(r"final answer is.{1,400}?I hope", FLAGS | re.DOTALL)
-# Between an anchor and what it announces: signs, and the name of a variable.
+# Between an anchor and its answer: signs, and the name of a variable.
 _DIRECT = re.compile(r"\W*(?:[A-Za-z](?:_\{?\w\}?|\d)?\W*)?")
 _SENTENCE_END = re.compile(r"[.!?]\s|\n")
-# The letter of a choice after an anchor, if it is the only one, and no word of a sentence.
+# The letter of a choice after an anchor, if it is the only letter, and no word of a sentence.
 _LETTER = re.compile(
     r"\W{0,12}(?:\b(?i:(?:math|text)(?:bf|rm|it)?|option|choice)\W{1,3})?\b([A-J])(?![\w'’]|\W{0,3}\?)"
     r"(?!\W{0,3}[,/&;+]\W{0,3}[A-J]\b|\W{1,4}(?i:and|or)\W{1,4}(?:[A-J]|not)\b)"
@@ -64,19 +64,19 @@ _DENIED_AFTER = re.compile(
 _REACH = 400
 _BETWEEN_FORMULAS = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 _BETWEEN_NUMBERS = re.compile(r"\s*,?\s*(?:and|or)\s*(?:[a-z](?:\(\w\)?)?\s*)?", re.IGNORECASE)
-# In texts that were escaped once too often.
+# In texts that were escaped twice.
 _DOUBLED = re.compile(r"(?<!\\)\\(?=\\(?:boxed|text|frac|sqrt|left|right|[gl]eq?)\b)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
-# Before an empty box that is a word for boxes, and no answer; and how far before the box that may stand.
+# Before an empty box that stands for the word box, and is no answer; and the longest way from the word to the box.
 _MENTION = re.compile(r"\b(?:in|into|inside|within|using|with|an?|the)\Z", re.IGNORECASE)
 _MENTION_REACH = 40
-# Also the formulas that boxes stand in, and the left side of an equation.
+# Formulas around boxes, and the left side of an equation, included.
 _BETWEEN_BOXES = re.compile(r"(?:[^.!?\n]{0,40}\b(?:and|or)|[^\w.!?\n]{0,20})\s*(?:[\w_{}]{1,20}\s*=)?\s*")
 _AFTER_BOX = re.compile(rf"[\s$\\)\]]{{0,9}}{PERCENT}", FLAGS)
 
 
 class Candidate(NamedTuple):
-    """A formula or a run of numbers and signs. `content`: as LaTeX; None if it is no answer."""
+    """A formula or a run of numbers and signs. `content`: as LaTeX; None for no answer."""
 
     start: int
     end: int
@@ -85,7 +85,10 @@ class Candidate(NamedTuple):
 
 
 def extract(text: str, prompt: str = "") -> str | None:
-    """The final answer of a text, as LaTeX; None if it gives none."""
+    """Return the final answer of a text, as LaTeX; None if the text gives no answer.
+
+    >>> extract("So 3 apples are left. The answer is 5.")
+    '5'"""
     text = _DOUBLED.sub("", ascii_digits(text))
     boxes = [box for box in _boxes(text) if box[2].strip() or not _is_mention(text, box[0])]
     if boxes and (later := _HOPE.search(text, boxes[-1][1])):
@@ -128,7 +131,7 @@ def _last_of_sentence(text: str, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _list(text: str, candidates: Sequence[Candidate]) -> str | None:
-    """What the first candidate says, with those that follow it after a comma each."""
+    """Return the content of the first candidate, and of all candidates that follow after a comma each."""
     count = 1
     while count < len(candidates) and _BETWEEN_FORMULAS.fullmatch(
         text, candidates[count - 1].end, candidates[count].start
@@ -164,7 +167,7 @@ def _candidates(text: str) -> Iterator[Candidate]:
 
 
 def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Candidate]:
-    """A run of numbers and signs: what it says after its last `=`, if that is a number."""
+    """Yield the candidate of a run of numbers and signs: the number after the last `=`, else no content."""
     if not any(token["number"] for token in tokens):
         return
     start, end = tokens[0].start(), tokens[-1].end()
@@ -173,7 +176,7 @@ def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Candidate]:
         run = re.sub(r"^[-*+] ", "", run)  # an item of a list
     *sides, value = re.split(r"[=≈]", re.sub(r"(?<!\d)\*\*|\*\*(?!\d)|[$€£¥]", "", run))
     value = re.sub(r"^\*(?=\S)|\*$", "", value.strip(" \t\u00a0")).replace("−", "-").strip("()")
-    # After a word the first side belongs to what the words say: half of 84 = 42.
+    # After a word the first side belongs to the sentence: half of 84 = 42.
     begins = re.search(r"(?:\A|[^\w\s]|\n|\bis)\s*\Z", text[max(0, start - 9) : start])
     is_false = begins and any(_PLAIN.fullmatch(side.strip()) and side.strip() != value for side in sides)
     is_answer = _PLAIN.fullmatch(value) and not is_false
@@ -190,7 +193,7 @@ def _number_as_latex(number: str) -> str:
 
 
 def _joined(text: str, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates, where those that "and" or "or" joins are one: several answers."""
+    """Return the candidates, in which "and" or "or" joins two candidates to a single one with several answers."""
     joined: list[Candidate] = []
     for candidate in candidates:
         between = _BETWEEN_FORMULAS if candidate.is_formula else _BETWEEN_NUMBERS
@@ -206,13 +209,13 @@ def _joined(text: str, candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _is_mention(text: str, start: int) -> bool:
-    """Whether the empty box at `start` stands for boxes: after a word such as `in`, or before all else."""
+    """Whether the empty box at `start` stands for the word box: after a word such as `in`, or before all else."""
     before = text[max(0, start - _MENTION_REACH) : start].rstrip("$` \t\r\n")
     return bool(_MENTION.search(before)) if before else start <= _MENTION_REACH
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Start, end and content of the outermost boxes. One that is not closed reaches to the end of the text."""
+    """Return start, end and content of the outermost boxes. An unclosed box reaches to the end of the text."""
     boxes: list[tuple[int, int, str]] = []
     depth, outer = 0, None
     for brace in _BRACE.finditer(text):

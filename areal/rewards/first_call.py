@@ -1,4 +1,4 @@
-"""The first call of rewards of the user's own, before a run: a wrong column, or a score that is none, shows at once."""
+"""The first call of a user's own rewards, before a run: a wrong column, or a value that is no score, shows at once."""
 
 import asyncio
 import sys
@@ -14,14 +14,14 @@ from areal.data.rows import Row, prompt_text
 from areal.rewards.pool import RewardPool
 from areal.rewards.worker_processes import RewardFailed
 
-# Longer calls are not waited for: a reward may load a model, or ask one.
+# Longer calls are not waited for: a reward may load a model, or ask a model.
 SECONDS = 20.0
-# Errors of a program, not of a service that may be down for now.
+# Errors of a program, unlike errors of a service that is perhaps down.
 OF_CODE = ("KeyError", "TypeError", "AttributeError", "NameError", "IndexError", "ValueError", "ZeroDivisionError")
 
 
 def check_own_rewards(config: Config, row: Row) -> None:
-    """Have the rewards of the user's own that the run starts score a row. Raises UserError."""
+    """Have the user's own rewards, started by the run, score a row. Raises UserError."""
     built_in = {name for kind, name in extensions.own_entries() if kind == "reward"}
     names = [name for name in config.own_rewards if name in config.reward.functions and name not in built_in]
     if names and not config.rollout_manager.gives_rewards:
@@ -30,11 +30,11 @@ def check_own_rewards(config: Config, row: Row) -> None:
 
 
 def check_calls(pool: Any, names: Mapping[str, bool], row: Row) -> None:
-    """Have the rewards of a pool score an empty and a plausible completion of a row. names: of the rewards, and whether
-    they score groups. Prints a note if one of the two fails. Raises UserError if both do, by an error of the code or a
-    score that is none."""
+    """Have the rewards of a pool score an empty and a plausible completion of a row. names: the rewards, and whether
+    they score groups. Prints a note if one call fails. Raises UserError if both calls fail, by an error of the code or
+    by a value that is no score."""
     texts = ["", row.answer or "42"]
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
+    with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an event loop already
         failures = thread.submit(asyncio.run, _failures(pool, names, texts, row)).result()
     for name, reasons in failures.items():
         if reason := reasons[0] or reasons[-1]:
@@ -46,7 +46,7 @@ def check_calls(pool: Any, names: Mapping[str, bool], row: Row) -> None:
 
 
 async def _failures(pool: Any, names: Mapping[str, bool], texts: list[str], row: Row) -> dict[str, list[str]]:
-    """What is wrong with the scores of each reward; nothing of those that take too long."""
+    """Return the failures of each reward; none for rewards that take too long."""
 
     async def failure(name: str, completions: Sequence[str]) -> str:
         try:

@@ -2,7 +2,7 @@
 
     def reward(prompt: str, completion: str, row: dict) -> float: ...
 
-or a class. Each worker makes one object of it, with the keyword arguments in `reward.options`:
+or a class. Each worker makes an object of the class, with the keyword arguments in `reward.options`:
 
     class Judge:
         def __init__(self, model: str) -> None: ...
@@ -10,26 +10,25 @@ or a class. Each worker makes one object of it, with the keyword arguments in `r
 
 The function or method may be plain or async. It may have a further parameter `tokens`, the ids of the completion's
 tokens. `row` is the whole row of the data (`Row.fields`). The result is a finite number, or a pair of the number and
-the scores of its parts, `(0.7, {"format": 1.0, "answer": 0.4})`. A reward that cannot score a completion raises an
-exception; a failure is never counted as a score. A reward that may score the same completion differently on another
-call sets the attribute `deterministic = False`. Calls of an async reward run at once in one process, unless it sets
-`concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward. A
-function that was written for another library may have a form of its own (`lookup.RewardForm`).
+the scores of parts, `(0.7, {"format": 1.0, "answer": 0.4})`. A reward that cannot score a completion raises an
+exception; a failure is never counted as a score. A reward with varying scores for the same completion sets the
+attribute `deterministic = False`. Calls of an async reward run at once in one process; with `concurrent = False` they
+run in turn in each of the worker processes, like calls of a plain reward. A function for another library may have
+another form (`lookup.RewardForm`).
 
-A reward of groups scores all completions of a prompt at once, and returns a result for each:
+A reward of groups scores all completions of a prompt at once, and returns a result for each completion:
 
     def group_score(prompt: str, completions: list[str], rows: list[dict]) -> list[float]: ...
 
 It is a function with these parameters, or a class with a method `group_score`.
 
-The name of a reward is that of an entry of the table of extensions (areal.base.extensions), `package.module:object` or
-`path/to/file.py:object`. `judge/strict` is `judge` with options of its own.
+A reward is named by an entry in the table of extensions (areal.base.extensions), by `package.module:object` or by
+`path/to/file.py:object`. `judge/strict` is `judge` with other options.
 
-A reward may have hooks, functions that are its attributes (static methods of a class). `warm()` does once in each
-worker what would otherwise add seconds to the first call. A reward of the table has more, which are called before a
-run: `rehearse(config)` raises UserError if the reward cannot work on this machine; `flaws(rows)` returns a sentence for
-each of these rows that the reward cannot score; `examine(config, rows)` looks at what `rows()` yields, and raises
-UserError or prints a note.
+A reward may have hooks, functions that are attributes (static methods of a class). `warm()` does slow preparations once
+in each worker, before the first call. Rewards in the table have more hooks, called before a run: `rehearse(config)`
+raises UserError if the reward cannot work on this machine; `flaws(rows)` returns a sentence for each row that the
+reward cannot score; `examine(config, rows)` looks at the rows of `rows()`, and raises UserError or prints a note.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,8 +42,7 @@ from areal.rewards.result import Result, RewardError, as_result, as_results
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once; whether it
-    scores all completions of a group at once."""
+    """A reward's traits. `concurrent`: calls may run at once. `groups`: a call scores all completions of a group."""
 
     takes_tokens: bool
     deterministic: bool
@@ -61,8 +59,8 @@ class RewardFunction(Traits):
     def call(
         self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] | None = None
     ) -> Any:
-        """The return value of the reward for the only completion, or of one of groups for those of a group; or an
-        awaitable of it. Raises RewardError if it takes tokens and there are none."""
+        """Return the reward's value for the only completion, or for all completions of a group; or an awaitable value.
+        Raises RewardError if the reward takes tokens and `tokens` is None."""
         if self.groups:
             return self.function(prompt, [*completions], [row] * len(completions))
         (completion,) = completions
@@ -73,12 +71,15 @@ class RewardFunction(Traits):
         return self.function(prompt, completion, row, tokens=tokens)
 
     def results(self, value: Any, completions: Sequence[str]) -> list[Result]:
-        """A result for each completion, from what `call` has returned. Raises RewardError."""
+        """Return a result for each completion, from the value of `call`. Raises RewardError."""
         return as_results(value, len(completions)) if self.groups else [as_result(value)]
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Stripped."""
+    """1.0 if the completion or its last line equals an answer of the row, else 0.0. Space at the ends is ignored.
+
+    >>> exact_match("6 * 7?", "42 ", {"answer": ["42", "forty-two"]})
+    1.0"""
     if row.get("answer") in (None, []):
         raise RewardError("the row has no answer to compare with")
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]

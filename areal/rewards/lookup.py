@@ -1,4 +1,4 @@
-"""Finds a reward by its name, and checks before the first call that the reward is called as rewards are.
+"""Finds a reward by its name, and checks the reward's parameters before the first call.
 
 `functions.py` has the interface of rewards.
 """
@@ -20,21 +20,21 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class RewardForm(Protocol):
-    """How rewards of another library are called: an entry of the kind `reward_form` in the table of extensions."""
+    """The form of another library's rewards: an entry of the kind `reward_form` in the table of extensions."""
 
     @staticmethod
     def keywords(parameters: Mapping[str, Any]) -> set[str] | None:
-        """The keywords with which a function with these parameters is called; None: it has not this form."""
+        """Return the keywords for a call of a function with these parameters; None if the function has another form."""
 
     @staticmethod
     def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
-        """A function of prompt, completion and row that calls one of this form, which has these parameters."""
+        """Return a function of prompt, completion and row that calls `function`, of this form with `parameters`."""
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """The reward called `name`. A class is instantiated with `options`. Raises UserError.
+    """Return the reward called `name`. A class is instantiated with `options`. Raises UserError.
 
-    Slow imports of the reward are done here, so that its first call is not slower than the others.
+    The reward's slow imports are done here, not in the first call.
     """
     target = check(name, options)
     if warm := _hook(target, "warm"):
@@ -43,8 +43,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
-    """The reward that is a function, an object with a method `score` or `group_score`, or a class of such objects.
-    Raises UserError if it is not called as rewards are."""
+    """Return the reward of a function, of an object with a method `score` or `group_score`, or of a class of such
+    objects. Raises UserError if the parameters are not a reward's."""
     instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
@@ -54,7 +54,7 @@ def of_object(name: str, target: Any) -> RewardFunction:
 
 
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
-    """The reward whose calls are those of `function`. instance: has its attributes."""
+    """Return the reward that calls `function`. instance: the object with the reward's attributes."""
     parameters = _parameters(function)
     if form := _form_of(parameters):
         function, parameters = form.adapted(function, parameters), {}
@@ -67,8 +67,8 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, whose model is in a run. answer: returns its model's answer to a text, how many
-    tokens both have, and whether it was cut. Raises UserError."""
+    """Return the judge called `name`, with a model in a run. answer: returns the model's answer to a text, the number
+    of tokens of both, and whether the answer was cut. Raises UserError."""
     kind: Any = find(name)
     judge: Any = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)
@@ -76,7 +76,7 @@ def judge_by(
 
 
 def with_groups(config: C) -> C:
-    """`config` whose `reward.groups` has the served rewards that score a group at once. Raises UserError."""
+    """Return `config` with the served rewards that score a group at once in `reward.groups`. Raises UserError."""
     kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
     groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
@@ -84,7 +84,7 @@ def with_groups(config: C) -> C:
 
 
 def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
-    """Raises UserError if another one of these rewards scores groups than `config` says."""
+    """Raise UserError if a reward scores groups and `config` says otherwise, or the reverse."""
     for name, reward in rewards.items():
         if reward.groups != (name in config.groups):
             fact, entry = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
@@ -95,7 +95,7 @@ def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
 
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
-    """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
+    """Return the function or class `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
     target: Any = find(name)
     is_class = inspect.isclass(target)
     if options and not is_class:
@@ -113,7 +113,7 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function or class called `name`. Raises UserError if there is none, or if it is not called as rewards are."""
+    """Return the function or class `name`. Raises UserError if there is none, or for parameters unlike a reward's."""
     target = _find(name)
     is_class = inspect.isclass(target)
     if not callable(_method(target) if is_class else target):
@@ -124,7 +124,7 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def _check_call(name: str, target: Any) -> None:
-    """target: a class, or what is called. Raises UserError."""
+    """Check the parameters of `target`, a class or a callable. Raises UserError."""
     is_class = inspect.isclass(target)
     function = _method(target) if is_class else target
     parameters = _parameters(function)
@@ -159,7 +159,7 @@ def _check_call(name: str, target: Any) -> None:
 
 
 def hook(name: str, kind: str) -> Callable[..., Any] | None:
-    """A hook of a reward of the table, None if there is none."""
+    """Return a hook of a reward in the table, None without the hook."""
     entry = extensions.entry("reward", name.partition("/")[0])
     return _hook(entry.load(), kind) if entry else None
 
@@ -171,12 +171,12 @@ def _hook(target: Any, kind: str) -> Callable[..., Any] | None:
 
 
 def _method_name(target: Any) -> str:
-    """The name of the method of a class or an object that is called."""
+    """Return the name of the method that is called of a class or an object."""
     return "group_score" if hasattr(target, "group_score") else "score"
 
 
 def _method(target: Any) -> Any:
-    """What is called of a class or an object; None if it is no reward."""
+    """Return the method that is called of a class or an object; None for anything but a reward."""
     return getattr(target, _method_name(target), None)
 
 
@@ -203,7 +203,7 @@ def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
 
 
 def _names(options: Iterable[str]) -> str:
-    """Without the values, one of which may be a secret."""
+    """Name the options without their values: a value may be a secret."""
     return ", ".join(options) or "none"
 
 

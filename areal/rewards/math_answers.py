@@ -1,8 +1,8 @@
-"""The `math` reward: 1.0 if the final answer of a completion equals an answer of its row, else 0.0.
+"""The `math` reward: 1.0 if the final answer of a completion equals an answer of the row, else 0.0.
 
-`areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two. Whatever it is asked
-about a completion, it is asked in a child process with limits (`areal/base/limits.py`), so no completion can hang or
-end this process. Plain numbers are compared without math-verify.
+`areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two answers. Each question
+to math-verify about a completion is asked in a child process with limits (`areal/base/limits.py`): no completion can
+hang or end this process. Plain numbers are compared without math-verify.
 """
 
 import importlib
@@ -25,7 +25,7 @@ DIGITS = 300
 # Decimal places to which decimals are rounded; if the row's number is smaller than 0.001, significant digits.
 PLACES = 6
 
-# math-verify's parser learns its grammar as it reads: a child that has to learn takes ten times as long.
+# math-verify's parser learns the grammar while reading: a child without the grammar takes ten times as long.
 EXAMPLES = (
     "-\\frac{a+b}{2}x^{2}y-3(x-1)(x+2)/4",
     "2\\sqrt{3}+\\sqrt[3]{x}\\cdot\\pi",
@@ -52,9 +52,9 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,9})")
 
 @cache
 def warm() -> None:
-    """Imports math-verify and builds its grammars, so that no comparison has to."""
+    """Import math-verify and build its grammars, which saves the time in each comparison."""
     importlib.import_module("math_verify")
-    # It warns that its own time limit, which needs signals, is off; the child process has one.
+    # math-verify warns that its own time limit, which needs signals, is off; the child process has a limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for latex in EXAMPLES:
         for text in _boxed(latex), f"${latex}$":
@@ -62,7 +62,7 @@ def warm() -> None:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[str]:
-    """The answers of a row, of which one suffices: `answer` or `solutions`, perhaps lists. Raises RewardError."""
+    """Return a row's answers, any of which suffices: `answer` or `solutions`, perhaps lists. Raises RewardError."""
     value = row.get("answer") if row.get("answer") is not None else row.get("solutions")
     answers = value if isinstance(value, list) else [value]
     if not answers or None in answers:
@@ -72,10 +72,10 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion's final answer equals one of the row's answers, else 0.0.
+    """1.0 if the completion's final answer equals an answer of the row, else 0.0.
 
-    A completion whose answer cannot be read, or cannot be compared within the limits, scores 0.0. Raises RewardError if
-    the row has no answer or one that cannot be read, and TimeoutError if the machine is too busy for a comparison.
+    A completion scores 0.0 if its answer cannot be read, or cannot be compared within the limits. Raises RewardError if
+    an answer of the row is missing or unreadable, and TimeoutError if the machine is too busy for a comparison.
     """
     latex = final_answer.extract(completion, prompt)
     verdicts, questions = [], []
@@ -90,7 +90,7 @@ def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 
 
 def unreadable(answers: Sequence[str]) -> list[str]:
-    """Those of some answers of rows that math-verify cannot read."""
+    """Return the answers of rows that math-verify cannot read."""
     hard = [answer for answer in answers if _at_sight(_latex(answer), None)[2] is None]
     if hard:
         warm()
@@ -99,19 +99,19 @@ def unreadable(answers: Sequence[str]) -> list[str]:
 
 
 def _after_mark(text: str) -> str:
-    text = text.rpartition(MARK)[2].rpartition("<answer>")[2]  # as sets for models with vision have it
+    text = text.rpartition(MARK)[2].rpartition("<answer>")[2]  # as in data sets for models with vision
     return tidy(text.partition("</answer>")[0].strip())
 
 
 @lru_cache(maxsize=4096)
 def _latex(answer: str) -> str:
-    """The row's answer as a completion would give it."""
+    """Return the row's answer as a completion would give it."""
     text = _after_mark(answer)
     return tidy(final_answer.extract(text) or text) if _MARKED.search(text) else text
 
 
 def _at_sight(gold: str, latex: str | None) -> tuple[str, str, bool | None]:
-    """What is to be compared of the row's answer and of a completion's, without the letters of choices, and whether
+    """Return the comparable parts of the row's answer and of a completion's, without letters of choices, and whether
     they are equal; None if math-verify has to tell."""
     if (number := _number(gold)) is not None and (latex is None or _number(latex) is not None):
         return gold, latex or "", latex is not None and number == _number(latex)
@@ -134,14 +134,14 @@ def _boxed(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> list[Any]:
-    """What the row's answer means to math-verify. Unless it is a number, a child process reads it first."""
+    """Return the row's answer as expressions of math-verify. Unless it is a number, a child process reads it first."""
     if _number(_after_mark(answer)) is None and not limited(partial(_readable, answer)):
         raise RewardError(f"math-verify cannot read the row's answer {answer[-100:]!r}: write LaTeX that it reads")
     return _meaning(answer)
 
 
 def _readable(answer: str) -> bool:
-    """Whether the answer is an expression that equals itself; an undefined value does not."""
+    """Whether the answer is an expression that equals itself, unlike an undefined value."""
     gold = _meaning(answer)
     return _equal(gold, gold)
 
@@ -153,7 +153,7 @@ def _meaning(answer: str) -> list[Any]:
 
 
 def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -> bool:
-    """Whether an answer equals the row's, by its expressions. For texts of this file, or within `limited`."""
+    """Whether an answer equals the row's, by expressions. For texts of this file, or within `limited`."""
     *names, value = [latex] if "=" in gold else answer_forms.sides(latex)
     if any(map(answer_forms.is_unsolved, names)):
         return False
@@ -169,10 +169,10 @@ def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -
 
 
 def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
-    """Whether one of the expressions equals one of those given."""
+    """Whether one of `expressions` equals one of `golds`."""
     from math_verify import verify
 
-    # What is equal but for the order of its terms is so without further work.
+    # Expressions that differ only in the order of terms are then equal without further work.
     golds, expressions = ([_ordered(expression) for expression in group] for group in (golds, expressions))
     size = min(map(_exponent, golds), default=0)
     places, digits = (PLACES - size if size < -3 else PLACES), DIGITS - 2 * size
@@ -180,7 +180,7 @@ def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
 
 
 def _ordered(expression: Any) -> Any:
-    """The sides of an equation with their terms in SymPy's order; the parser leaves them in the text's."""
+    """Return the sides of an equation with terms in SymPy's order; the parser leaves terms in the order of the text."""
     from sympy import Eq, Expr
 
     if isinstance(expression, Eq):
@@ -190,7 +190,7 @@ def _ordered(expression: Any) -> Any:
 
 
 def _exponent(expression: Any) -> int:
-    """The power of ten of the smallest number of an expression, if that is below 1; else 0."""
+    """Return the power of ten of an expression's smallest number, if the number is below 1; else 0."""
     from sympy import Expr, floor, log, preorder_traversal
 
     least, parts = 0, preorder_traversal(expression)
@@ -203,7 +203,7 @@ def _exponent(expression: Any) -> int:
 
 
 def _read(text: str) -> list[Any]:
-    """The final answer in the text, as SymPy expressions; empty if there is none."""
+    """Return the final answer in the text, as SymPy expressions; empty without an answer."""
     from math_verify import LatexExtractionConfig, parse
 
     text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)
@@ -212,7 +212,7 @@ def _read(text: str) -> list[Any]:
     expressions: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)
     if expressions or "\\pm" not in text:
         return expressions
-    # A \pm within a fraction is not read: both values, one after the other.
+    # A \pm within a fraction is not read: write both values, with a comma between.
     alternatives = re.sub(
         r"[^,;{}]*\{[^,;]*\\pm[^,;]*",
         lambda part: part[0].replace("\\pm", "+") + "," + part[0].replace("\\pm", "-"),
@@ -222,7 +222,7 @@ def _read(text: str) -> list[Any]:
 
 
 def _flaws(rows: Sequence[Row]) -> list[str]:
-    """For each row with an answer that cannot be read: that answer, or what is wrong."""
+    """Return a flaw for each row whose answer cannot be read: the answer, or the reason."""
     flaws, answers = [], []
     for row in rows:
         try:

@@ -1,16 +1,16 @@
-"""Runs rewards in child processes, so that a reward cannot hang, crash or slow down the actor that calls it.
+"""Runs rewards in child processes: a reward cannot hang, crash or slow down the calling actor.
 
     async with RewardPool(["math"], RewardConfig(functions=["math"], workers=2)) as pool:
         score, parts = await pool.score("math", prompt, completion, row)
 
-Each worker (`areal.rewards.worker`) does one job at a time. The timeout of a job starts when a worker receives the job,
-not when the job is queued. A worker that exceeds the timeout, or has no more memory, is killed with its process group,
-and replaced. Jobs of async rewards run at once in one more process (`areal.rewards.concurrent_calls`). If that process
-is lost, each of its jobs is given to a worker, which does it alone: so the one that has cost the process is found.
+Each worker (`areal.rewards.worker`) does a single job at a time. The timeout of a job starts when a worker receives the
+job, not when the job is queued. A worker that exceeds the timeout, or runs out of memory, is killed with its process
+group, and replaced. Jobs of async rewards run at once in a further process (`areal.rewards.concurrent_calls`). If this
+process is lost, a worker repeats each of its jobs alone, and the fatal job is found.
 
-A running job stays with its worker until the worker has answered it or is dead. Cancelling a caller does not stop a
-running job, so its answer cannot be taken for the answer to another job. If the reward is deterministic, concurrent
-callers with the same request share one job, and its result is cached for later callers.
+A running job stays with its worker until the worker answers or dies. Cancelling a caller does not stop a running job:
+an answer can never be taken for the answer to another job. If the reward is deterministic, concurrent callers with the
+same request share a job, and the result is cached for later callers.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed, WorkerProcess
 from areal.samples.table import Tokens
 
-# Number of inputs for which lost workers are counted; far more than should ever cost a worker.
+# Number of inputs with counted losses of workers; far more than should ever cost a worker.
 SUSPECTS = 4096
 # Pause between two attempts to start a worker again.
 RESTART_SECONDS = 1.0
@@ -42,11 +42,16 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 Run = Callable[[bytes, float], Awaitable[list[Result]]]
-"""Gives the results of a request within so many seconds, or raises RewardFailed."""
+"""Returns the results of a request within so many seconds, or raises RewardFailed."""
 
 
 class Recent(Generic[T]):
-    """A cache, by key, of the `size` values that were put or read last."""
+    """A cache, by key, of the `size` values that were put or read last.
+
+    >>> recent = Recent[int](2)
+    >>> for key in (b"a", b"b", b"c"): recent.put(key, len(recent))
+    >>> recent.get(b"a"), recent.get(b"c")
+    (None, 2)"""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -75,27 +80,27 @@ class Quarantine:
         self._losses = Recent[int](SUSPECTS)
 
     def __bool__(self) -> bool:
-        """True if a worker was lost at all."""
+        """True if any worker was lost."""
         return bool(self._losses)
 
     def lost(self, key: bytes) -> None:
-        """Counts a worker that died or timed out on this input."""
+        """Count a worker that died or timed out on this input."""
         self._losses.put(key, (self._losses.get(key) or 0) + 1)
 
     def check(self, key: bytes) -> None:
-        """Raises RewardFailed if the input is refused."""
+        """Raise RewardFailed if the input is refused."""
         if (losses := self._losses.get(key) or 0) >= self._limit:
             raise RewardFailed(f"workers died or timed out on this completion ({losses}): it is refused", "quarantined")
 
 
 def digest(*values: Any) -> bytes:
-    """A digest of msgpack values; equal values have equal digests."""
+    """Return a digest of msgpack values; equal values have equal digests."""
     return hashlib.blake2b(msgpack.packb(values), digest_size=16).digest()
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """`key`: the digest of the request. `traits`: of its reward. `callers`: how many callers wait for the answer."""
+    """`key`: the digest of the request. `traits`: of the reward. `callers`: the number of waiting callers."""
 
     request: bytes
     key: bytes
@@ -111,7 +116,7 @@ class RewardPool:
         self._config = config
         self._options = {name: config.options.get(name, {}) for name in names}
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._unanswered: dict[object, _Job] = {}  # those of deterministic rewards by their keys
+        self._unanswered: dict[object, _Job] = {}  # jobs of deterministic rewards by their keys
         self._results = Recent[list[Result]](config.cache_size)
         self._quarantine = Quarantine(config.quarantine_after)
         self._workers: set[WorkerProcess] = set()
@@ -121,7 +126,7 @@ class RewardPool:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        """Starts the workers. Raises UserError if a reward cannot be resolved or a worker does not start."""
+        """Start the workers. Raises UserError if a reward cannot be resolved or a worker does not start."""
         try:
             await self._start()
         except BaseException:
@@ -130,7 +135,7 @@ class RewardPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Kills the workers. Jobs without a result fail."""
+        """Kill the workers. Jobs without a result fail."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -142,21 +147,21 @@ class RewardPool:
 
     @property
     def places(self) -> int:
-        """How many calls of any of its rewards run at once."""
+        """The number of calls that run at once, for any reward of the pool."""
         config = self._config
         return config.concurrent_calls if all(t.concurrent for t in self._traits.values()) else config.workers
 
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> Result:
-        """The result of reward `name`. `tokens`: the ids of the completion's tokens. Raises RewardFailed."""
+        """Return the result of reward `name`. `tokens`: the ids of the completion's tokens. Raises RewardFailed."""
         (result,) = await self.score_all(name, prompt, [completion], row, tokens)
         return result
 
     async def score_all(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> list[Result]:
-        """The results of reward `name`: of one completion, or of all those of a group. Raises RewardFailed."""
+        """Return the results of reward `name`, of one completion or all completions of a group. Raises RewardFailed."""
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
@@ -193,7 +198,7 @@ class RewardPool:
         return job
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Runs jobs of the queue one after another on `worker`, which is replaced when it dies."""
+        """Run jobs of the queue in turn on `worker`, which is replaced when it dies."""
         while True:
             worker = await self._living(worker)
             job = await self._jobs.get()
@@ -203,7 +208,7 @@ class RewardPool:
             await self._answer(job, worker.run)
 
     async def _call(self, job: _Job) -> None:
-        """Run a job of an async reward together with others."""
+        """Run a job of an async reward, at once with other jobs."""
         assert self._concurrent is not None
         try:
             await self._answer(job, self._concurrent.run)
@@ -214,7 +219,7 @@ class RewardPool:
 
     async def _answer(self, job: _Job, run: Run) -> None:
         try:
-            self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
+            self._quarantine.check(job.key)  # workers may have been lost on the job since it was queued
             results = await run(job.request, self._config.timeout_seconds)
         except RewardFailed as failure:
             if failure.kind in ("timeout", "died"):
@@ -249,7 +254,7 @@ class RewardPool:
         return worker
 
     async def _living(self, worker: WorkerProcess) -> WorkerProcess:
-        """`worker` if it is alive, else a new one. While no worker at all can be started, every job fails."""
+        """Return `worker` if it is alive, else a new worker. While no worker can be started, every job fails."""
         if worker.alive:
             return worker
         await worker.kill()
@@ -273,7 +278,7 @@ class RewardPool:
 
 
 def _settle(answer: asyncio.Future[list[Result]], outcome: list[Result] | RewardFailed) -> None:
-    if answer.done():  # its callers were cancelled
+    if answer.done():  # the callers were cancelled
         return
     if isinstance(outcome, RewardFailed):
         answer.set_exception(outcome)

@@ -1,4 +1,4 @@
-"""Checks what a reward returns, and combines the results of several rewards."""
+"""Checks the values that rewards return, and combines the results of several rewards."""
 
 import asyncio
 from collections import defaultdict
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class RewardError(Exception):
-    """A reward returned something that is not a score, or a row lacks what the reward needs."""
+    """A reward returned a value that is no score, or a row lacks a field that the reward needs."""
 
 
 class Result(NamedTuple):
-    """A finite score, and the scores of its parts by name."""
+    """A finite score, and the scores of parts by name."""
 
     score: float
     parts: dict[str, float]
@@ -26,13 +26,21 @@ class Result(NamedTuple):
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """The penalty for the length of a completion of `length` tokens: 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
 
-    It rises linearly over the last `buffer` tokens before `longest`, and is 1 from there on. With `buffer` 0 it is 0.
+    The penalty rises linearly over the last `buffer` tokens before `longest`, and is 1 from `longest` on. `buffer` 0:
+    none.
+
+        >>> overlong_penalty(90, longest=100, buffer=20), overlong_penalty(100, longest=100, buffer=0)
+        (0.5, 0.0)
     """
     return min(1.0, max(0, length - (longest - buffer)) / buffer) if buffer else 0.0
 
 
 def as_result(value: Any) -> Result:
-    """Checks what a reward returned: a score, perhaps with its parts. Raises RewardError if one is not finite."""
+    """Check the value of a reward: a score, perhaps with the scores of parts. Raises RewardError for a value that is
+    not finite.
+
+        >>> as_result((0.7, {"format": 1})), as_result(True)
+        (Result(score=0.7, parts={'format': 1.0}), Result(score=1.0, parts={}))"""
     score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(parts, Mapping):
         raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")
@@ -40,7 +48,7 @@ def as_result(value: Any) -> Result:
 
 
 def as_results(value: Any, count: int) -> list[Result]:
-    """Checks what a reward of groups returned for `count` completions. Raises RewardError."""
+    """Check the value of a reward of groups, for `count` completions. Raises RewardError."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a list of scores")
     if len(value) != count:
@@ -49,10 +57,10 @@ def as_results(value: Any, count: int) -> list[Result]:
 
 
 def as_score(value: Any) -> float:
-    """`value` as a float. Raises RewardError unless it is a finite number of magnitude LARGEST_REWARD at most."""
+    """Return `value` as a float. Raises RewardError unless it is finite, of magnitude LARGEST_REWARD at most."""
     if not hasattr(value, "__float__"):  # text has none; numbers and scalars of numpy, torch and the like do
         raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a number")
-    # Arrays with several numbers raise such errors too.
+    # Arrays with several numbers raise one of these errors too.
     with explain(
         (OverflowError, RuntimeError, TypeError, ValueError),
         "the reward returned what is not one float ({why})",
@@ -65,8 +73,8 @@ def as_score(value: Any) -> float:
 
 
 def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Result:
-    """The weighted sum of several rewards' scores. Its parts are the parts of each reward, named `reward/part`, and, if
-    there are several rewards, the score of each under its name."""
+    """Return the weighted sum of several rewards' scores. The parts are the parts of each reward, named `reward/part`,
+    and, for several rewards, the score of each reward under its name."""
     parts = {f"{name}/{part}": score for name, result in results.items() for part, score in result.parts.items()}
     if len(results) > 1:
         parts |= {name: result.score for name, result in results.items()}
@@ -74,7 +82,7 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
 
 
 async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """What `score` says of several rewards, asked at the same time. If one raises, so does this, without the others."""
+    """Return `score(name)` of several rewards, called at once. A call's error is raised, and cancels other calls."""
     names = list(names)
     if len(names) == 1:  # without the cost of a task
         return {names[0]: await score(names[0])}
@@ -89,8 +97,8 @@ async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any,
 
 
 async def passing(completions: Mapping[str, str], score: Callable[[str], Awaitable[float]]) -> str | None:
-    """Which of these completions, which compute nothing, is the first to get the full score; None if none does. Raises
-    RewardError if no score can be given to any of them."""
+    """Return the name of the first completion with the full score, among completions that compute nothing; None if
+    there is none. Raises RewardError if no completion can be scored."""
     errors: list[RewardError] = []
     for name, completion in completions.items():
         try:
@@ -104,7 +112,7 @@ async def passing(completions: Mapping[str, str], score: Callable[[str], Awaitab
 
 
 def mean_parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean score of each part over the results that have it."""
+    """Return the mean score of each part over the results with the part."""
     scores: dict[str, list[float]] = defaultdict(list)
     for parts in scored:
         for name, score in parts.items():

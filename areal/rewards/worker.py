@@ -1,14 +1,14 @@
-"""One worker process of the reward pool: `python -m areal.rewards.worker PARENT_PID`.
+"""A worker process of the reward pool: `python -m areal.rewards.worker PARENT_PID`.
 
 A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of memory,
-concurrent]`. The worker answers it with `["ready", {name: traits}]` (areal.rewards.functions.Traits) or `["refused",
-reason]`. It answers each further request, `[name, prompt, completions, row, tokens]`, with `["score", results]`, a
-`[score, parts]` for each completion, or with `["raised" | "not_finite" | "memory", reason]`; after `memory`, of which
-it has no more, it should be replaced. The worker exits at the end of stdin.
+concurrent]`. The worker answers `["ready", {name: traits}]` (areal.rewards.functions.Traits) or `["refused", reason]`.
+To each further request, `[name, prompt, completions, row, tokens]`, the worker answers `["score", results]`, with a
+`[score, parts]` for each completion, or `["raised" | "not_finite" | "memory", reason]`. After `memory`, out of memory,
+the worker should be replaced. The worker exits at the end of stdin.
 
-A concurrent worker takes requests that are numbered, `[number, request as bytes]`, and does not wait for the end of one
-before it begins the next. It answers each with `[number, "begun", None]` and then its answer, `[number, kind, value]`.
-`[number, None]` cancels a call, whose answer is then that it raised.
+A concurrent worker takes numbered requests, `[number, request as bytes]`, and begins a request before earlier requests
+have ended. The answers are `[number, "begun", None]` and then `[number, kind, value]`. `[number, None]` cancels a call,
+and the answer is then that the call raised.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from areal.rewards.result import Result, RewardError
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
-# A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
+# A failed call of a worker with this share of its memory in use is taken to have failed for lack of memory.
 FULL = 3 / 4
 NOT_OF_THE_USER = (*LIBRARIES, f"{Path(__file__).parents[1]}/", "<frozen ")
 _PID = os.getpid()
@@ -44,7 +44,7 @@ _printed: set[tuple[tuple[str, int | None], ...]] = set()
 
 
 def main() -> None:
-    """Serves until stdin ends or the parent dies."""
+    """Serve until stdin ends or the parent dies."""
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     requests, answers = _own_pipes()
     if (first := receive(requests)) is None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def answer(score: Callable[[], Any], results: Callable[[Any], list[Result]], memory: int) -> list[Any]:
-    """The answer to one request. score: calls the reward. results: checks what it returned. memory: limit, or 0."""
+    """Return the answer to a request. score: calls the reward. results: checks its value. memory: limit, or 0."""
     kind, value = _judged(score, results)
     if kind != "score" and memory and _bytes_in_use() > FULL * memory:
         kind = "memory"  # whatever the reward has made of the MemoryError
@@ -83,8 +83,8 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except BaseException as error:  # the user's function runs here and may raise anything
-        # The reason has the line of the user's that raised. If others led there, they are printed, once for each place:
-        # while a service is down, all calls raise the same.
+        # The reason has the user's line that raised. All frames are printed once for each place: while a service is
+        # down, all calls raise the same error.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_OF_THE_USER)]
         place = tuple((frame.filename, frame.lineno) for frame in frames)
         if len(frames) > 1 and place not in _printed:
@@ -130,7 +130,7 @@ async def _serve_concurrently(
 
 
 def send(pipe: BinaryIO, message: list[Any]) -> None:
-    if os.getpid() != _PID:  # a process that a reward has forked: its answer would be taken for that of another call
+    if os.getpid() != _PID:  # a forked child of a reward: its answer would be taken for the answer to another call
         os._exit(1)
     data = msgpack.packb(message, unicode_errors="replace")
     pipe.write(LENGTH.pack(len(data)) + data)
@@ -138,7 +138,7 @@ def send(pipe: BinaryIO, message: list[Any]) -> None:
 
 
 def receive(pipe: BinaryIO) -> list[Any] | None:
-    """The next message; None at the end of the input."""
+    """Return the next message; None at the end of the input."""
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -148,17 +148,17 @@ def receive(pipe: BinaryIO) -> list[Any] | None:
 
 
 def _bytes_in_use() -> int:
-    """What RLIMIT_DATA counts, and the stack."""
+    """Return the bytes that RLIMIT_DATA counts, and the stack."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the pool, detached from stdin and stdout. Output that a reward function prints goes to stderr."""
+    """Return the pipes to the pool, detached from stdin and stdout. Text that a reward prints goes to stderr."""
     requests, answers = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    assert isinstance(sys.stdout, io.TextIOWrapper)  # nothing has replaced it yet
+    assert isinstance(sys.stdout, io.TextIOWrapper)  # nothing has replaced stdout yet
     sys.stdout.reconfigure(line_buffering=True)
     return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 

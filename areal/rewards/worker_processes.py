@@ -18,11 +18,11 @@ from areal.rewards.worker import LENGTH
 
 FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]
 
-# Limit for the start of a worker, imports of its rewards included, on a busy machine (sympy, reasoning_gym: seconds).
+# Limit for the start of a worker with its imports, on a busy machine (sympy, reasoning_gym: seconds).
 START_SECONDS = 120.0
-# How long to wait for a killed process to end. It ends at once, unless the kernel is waiting for a device.
+# The longest wait for the end of a killed process, which ends at once unless the kernel waits for a device.
 KILL_SECONDS = 5.0
-# Errors on the pipes of a process that has ended.
+# Errors on the pipes of an ended process.
 GONE = (asyncio.IncompleteReadError, ConnectionError)
 
 
@@ -41,7 +41,7 @@ class RewardFailed(RewardError):
 
 
 class WorkerProcess:
-    """A child process and its pipes. `traits`: those of its rewards."""
+    """A child process and its pipes. `traits`: of its rewards, by name."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None  # `start` asks for pipes
@@ -52,14 +52,14 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, options: Mapping[str, Mapping[str, Any]], memory: int, concurrent: bool = False) -> Self:
-        """Start a worker with the rewards named in `options` and at most `memory` bytes (0: no limit). concurrent: its
-        calls run at once (ConcurrentCalls), not one after another (`run`). Raises UserError or OSError."""
+        """Start a worker with the rewards named in `options` and at most `memory` bytes (0: no limit). concurrent:
+        calls run at once (ConcurrentCalls), not in turn (`run`). Raises UserError or OSError."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "areal.rewards.worker", str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            # The worker can import what this process can import.
+            # Have the worker import from the same folders as this process.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         worker = cls(process)
@@ -76,8 +76,8 @@ class WorkerProcess:
         return not self._killed and self._process.returncode is None
 
     async def run(self, request: bytes, timeout: float) -> list[Result]:
-        """The results of one job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
-        `timeout` and `died`, and if it has no more memory, the worker is dead."""
+        """Return the results of a job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
+        `timeout` and `died`, and after a lack of memory, the worker is dead."""
         self.send(request)
         try:
             async with asyncio.timeout(timeout):
@@ -91,8 +91,8 @@ class WorkerProcess:
         return await self.results(kind, value)
 
     async def results(self, kind: Any, value: Any) -> list[Result]:
-        """The results in an answer. Raises RewardFailed; a worker that has no more memory is killed."""
-        if kind == "memory":  # a reward that leaks would fail in each later call
+        """Return the results in an answer. Raises RewardFailed; a worker out of memory is killed."""
+        if kind == "memory":  # a leaking reward would fail in each later call
             await self.kill()
             kind, value = "raised", f"{value} (the worker has come to reward.memory_gib, and is replaced)"
         if kind != "score":
@@ -100,12 +100,12 @@ class WorkerProcess:
         return [Result(*pair) for pair in value]
 
     async def kill(self) -> int | None:
-        """Kill the process and its process group. Returns the exit code, if it is known."""
+        """Kill the process and its process group. Return the exit code, if known."""
         if not self._killed:
             self._killed = True
             kill_group(self._process)
             self._requests.close()
-        # A process that left the group may keep the pipes open, and asyncio waits until they are closed.
+        # A process outside the group may keep the pipes open, and asyncio waits until all pipes are closed.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._process.wait()
