@@ -2,6 +2,7 @@
 
 import structlog
 
+from actors.gateway.ledger_sessions import LedgerSessions
 from actors.master.changes import SessionsDeleted
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
@@ -41,7 +42,7 @@ class SessionRequests(HandlesRequests):
             seconds = self._run.config.master.lease_seconds
             if self._run.admission.free_sessions():
                 served = self._run.evaluations.served.version
-                group = ledger.sessions.open(name, owner, self._run.now(), seconds, served) or group
+                group = LedgerSessions(ledger.state).open(name, owner, self._run.now(), seconds, served) or group
         receipt = self._run.state.sessions.receipt(name, request.message.mark)
         if group is None:
             return SessionAnswer(state="trained" if name in self._run.state.sessions.receipts else "", receipt=receipt)
@@ -50,12 +51,14 @@ class SessionRequests(HandlesRequests):
         return SessionAnswer(session=session, state=group.state.value, holder=group.owner, receipt=receipt)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
-        return self._run.ledger.sessions.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
+        return LedgerSessions(self._run.ledger.state).adopt(
+            groups, owner, self._run.now(), self._run.config.master.lease_seconds
+        )
 
     @handles(AdoptSessions)
     async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
         owner = self._run.member(request, "gateway").identity
-        orphans = self._run.ledger.sessions.ownerless()[: request.message.count]
+        orphans = LedgerSessions(self._run.ledger.state).ownerless()[: request.message.count]
         return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
 
     @handles(DiscardSession)

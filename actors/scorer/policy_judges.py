@@ -10,9 +10,9 @@ import numpy as np
 
 from actors.sampling.jobs import Call, SampleState
 from actors.sampling.scores import Dispatcher
+from actors.scorer.run_judges import judge_by
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.rewards.lookup import judge_by
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.workflows.conversation import Conversation, user

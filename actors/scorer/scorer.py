@@ -23,12 +23,12 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
+from actors.scorer.run_judges import judge_by
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import SCORER
 from areal.data.rows import chat_of
 from areal.generation.generation_engine import EngineStats, GenerationEngine
-from areal.rewards.lookup import judge_by
 from areal.rewards.result import Result, RewardError, as_score
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer

@@ -24,8 +24,7 @@
 
 The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its
 folder. The entries of an installed package are entry points in the group `areal.extensions` with names of the form
-`KIND.NAME`. An object is imported at its first look-up. An entry of this project hides a package's entry of equal kind
-and name.
+`KIND.NAME`. An object is imported at its first look-up. An entry of this project hides an equal entry of a package.
 """
 
 import functools
@@ -57,8 +56,7 @@ class Entry:
     source: str
 
     def load(self, what: str | None = None) -> Any:
-        """Return the object. what: the object, in messages. Raises UserError that names the source if the object cannot
-        be imported."""
+        """Return the object. what: the object, in messages. Raises UserError with the source if the import fails."""
         return plugins.load(self.target, f"{what or self.kind} {self.name!r} of {self.source},")
 
 

@@ -40,11 +40,7 @@ _SHAPES = (
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Return a part of a configuration with HIDDEN in place of secrets. name: the part's key, or the secret section
-    around it.
-
-        >>> without_secrets({"api_key": "abc", "url": "http://me:abc@host"})
-        {'api_key': '(hidden)', 'url': 'http://(hidden)@host'}"""
+    """Return a part of a configuration with HIDDEN in place of secrets. name: its key, or the secret section around."""
     match values:
         case dict():
             names = _named(values)

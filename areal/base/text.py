@@ -33,12 +33,7 @@ _CONTROLS = {
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Return the text, or its first `limit` characters and a line with the number of further characters.
-
-    >>> print(cut_text("abcdef", 4))
-    abcd
-    [2 more characters]
-    """
+    """Return the text, or its first `limit` characters and a line with the number of further characters."""
     return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
 
 

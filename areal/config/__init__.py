@@ -95,7 +95,6 @@ class Config(ScoringConfig, metaclass=_Checked):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_others(cls, values: Any) -> Any:
-        """Add defaults that depend on another section."""
         sections = values if isinstance(values, dict) else {}
         sampling, trainer = sections.get("sampling"), sections.get("trainer", {})
         if not isinstance(sampling, dict) or not isinstance(trainer, dict) or "max_new_tokens" not in sampling:
@@ -243,8 +242,7 @@ def validated(
     kind: type[T] = Config,  # type: ignore[assignment]
     overrides: Sequence[tuple[str, str]] = (),
 ) -> T:
-    """Return the configuration with these values. file: the source, in messages. overrides: key, text. Raises
-    UserError."""
+    """Return the configuration with these values. file: for messages. overrides: key, text. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -59,7 +59,6 @@ def sentence_of(error: ValidationError, file: Path | str | None, kind: type[Sect
 
 
 def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Section]:
-    """Return the section with the key at the last of these places."""
     section: Any = kind
     for part in places[:-1]:
         if part in section.model_fields:  # else the place in a list, or the name in a mapping
@@ -68,7 +67,6 @@ def _section_of(kind: type[Section], places: tuple[int | str, ...]) -> type[Sect
 
 
 def _names_inside(value: Any) -> Iterator[str]:
-    """Return the names that may follow `a` in `a.b.c=1`."""
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()
         yield str(name)

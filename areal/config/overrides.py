@@ -87,7 +87,6 @@ def _parts(key: str) -> list[str]:
 
 
 def _annotation(kind: type[Section], key: str) -> Any:
-    """Return the type of a key with dots; None for an unknown key."""
     annotation: Any = kind
     for part in _parts(key):
         if get_origin(annotation) is dict:

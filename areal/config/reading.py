@@ -87,7 +87,6 @@ def read_yaml(text: str) -> Any:
 
 
 def _reason(error: yaml.MarkedYAMLError, text: str) -> str:
-    """Return the mistake in the text, with its line."""
     lines, reason = text.splitlines(), str(error.problem)
     number = min(error.problem_mark.line, len(lines) - 1) if error.problem_mark else 0
     if lines[number].lstrip(" ").startswith("\t"):

@@ -120,7 +120,6 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the benchmark `name`, completed from the benchmark's file, if any."""
     if not re.fullmatch(NAME, name):
         raise UserError(f"The benchmark {name!r} in evaluator.benchmarks has a name that no file can have: rename it.")
     base = keys.pop("base", name)

@@ -55,5 +55,4 @@ class ScorerUses:
 
     @property
     def _asked(self) -> set[str]:
-        """The scorers that give the rewards of the run."""
         return {scorer for name, scorer in self.rewards.items() if name in self.run_rewards or name != scorer}

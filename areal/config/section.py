@@ -63,7 +63,6 @@ UserPath = Annotated[Path, AfterValidator(_expanded)]
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """Return the section class of a key, also for `Section | None`, or a list or mapping of sections. None without a
-    section."""
+    """Return the section class of a key, also for `Section | None`, or a list or mapping of sections; else None."""
     kinds = (annotation, *get_args(annotation))
     return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)

@@ -312,7 +312,6 @@ class TrainerConfig(Section):
 
 
 def _is_installed(objective: str) -> bool:
-    """Whether an installed package has this objective."""
     from areal.base import extensions  # the configuration of most runs does not need the table
 
     return extensions.entry("objective", objective) is not None

@@ -248,7 +248,6 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
 
 
 def _weighty(latex: str) -> set[str]:
-    """Return the words beside a number that change the meaning."""
     return set(re.findall(rf"\b(?:{_WEIGHTY})\b|n['’]t\b", plain(latex).lower()))
 
 

@@ -23,8 +23,6 @@ class WorkerLost(Exception):
 
 
 class _AsyncCall:
-    """`answer`: the kind and the value of the worker's answer."""
-
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = loop.create_future()

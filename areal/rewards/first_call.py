@@ -46,7 +46,6 @@ def check_calls(pool: Any, names: Mapping[str, bool], row: Row) -> None:
 
 
 async def _failures(pool: Any, names: Mapping[str, bool], texts: list[str], row: Row) -> dict[str, list[str]]:
-    """Return the failures of each reward; none for rewards that take too long."""
 
     async def failure(name: str, completions: Sequence[str]) -> str:
         try:

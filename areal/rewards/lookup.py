@@ -4,14 +4,12 @@
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.rewards.functions import RewardFunction, Traits
 
@@ -39,13 +37,13 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     target = check(name, options)
     if warm := _hook(target, "warm"):
         warm()
-    return of_object(name, _make(name, target, options) if inspect.isclass(target) else target)
+    return of_object(name, make(name, target, options) if inspect.isclass(target) else target)
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
     """Return the reward of a function, of an object with a method `score` or `group_score`, or of a class of such
     objects. Raises UserError if the parameters are not a reward's."""
-    instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
+    instance = make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
         raise UserError(f"reward {name!r} is {target!r:.60}: give a function (prompt, completion, row)")
@@ -62,17 +60,6 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     deterministic = getattr(instance, "deterministic", True)
     groups = _takes_groups(parameters)
     return RewardFunction("tokens" in parameters and not groups, deterministic, concurrent, groups, function)
-
-
-def judge_by(
-    answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
-) -> RewardFunction:
-    """Return the judge called `name`, with a model in a run. answer: returns the model's answer to a text, the number
-    of tokens of both, and whether the answer was cut. Raises UserError."""
-    kind: Any = find(name)
-    judge: Any = _make(name, kind, options)
-    judge.answer = partial(answer, judge.sampling)
-    return of_object(name, judge)
 
 
 def with_groups(config: C) -> C:
@@ -108,7 +95,7 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
         ):
             inspect.signature(target).bind(**options)
         if getattr(target, "checks_options", False):
-            _make(name, target, options)
+            make(name, target, options)
     return target
 
 
@@ -124,7 +111,6 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def _check_call(name: str, target: Any) -> None:
-    """Check the parameters of `target`, a class or a callable. Raises UserError."""
     is_class = inspect.isclass(target)
     function = _method(target) if is_class else target
     parameters = _parameters(function)
@@ -171,7 +157,6 @@ def _hook(target: Any, kind: str) -> Callable[..., Any] | None:
 
 
 def _method_name(target: Any) -> str:
-    """Return the name of the method that is called of a class or an object."""
     return "group_score" if hasattr(target, "group_score") else "score"
 
 
@@ -193,7 +178,7 @@ def _find(name: str) -> Any:
     return extensions.find("reward", name if ":" in name else name.partition("/")[0])
 
 
-def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+def make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
     if getattr(kind, "checks_options", False):
         with explain(UserError, f"reward {name!r}: {{why}}"):
             return kind(**options)

@@ -105,7 +105,6 @@ def _after_mark(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _latex(answer: str) -> str:
-    """Return the row's answer as a completion would give it."""
     text = _after_mark(answer)
     return tidy(final_answer.extract(text) or text) if _MARKED.search(text) else text
 
@@ -169,7 +168,6 @@ def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -
 
 
 def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
-    """Whether one of `expressions` equals one of `golds`."""
     from math_verify import verify
 
     # Expressions that differ only in the order of terms are then equal without further work.
@@ -203,7 +201,6 @@ def _exponent(expression: Any) -> int:
 
 
 def _read(text: str) -> list[Any]:
-    """Return the final answer in the text, as SymPy expressions; empty without an answer."""
     from math_verify import LatexExtractionConfig, parse
 
     text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)

@@ -46,12 +46,7 @@ Run = Callable[[bytes, float], Awaitable[list[Result]]]
 
 
 class Recent(Generic[T]):
-    """A cache, by key, of the `size` values that were put or read last.
-
-    >>> recent = Recent[int](2)
-    >>> for key in (b"a", b"b", b"c"): recent.put(key, len(recent))
-    >>> recent.get(b"a"), recent.get(b"c")
-    (None, 2)"""
+    """A cache, by key, of the `size` values that were put or read last."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -80,7 +75,6 @@ class Quarantine:
         self._losses = Recent[int](SUSPECTS)
 
     def __bool__(self) -> bool:
-        """True if any worker was lost."""
         return bool(self._losses)
 
     def lost(self, key: bytes) -> None:
@@ -135,7 +129,6 @@ class RewardPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Kill the workers. Jobs without a result fail."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -208,7 +201,6 @@ class RewardPool:
             await self._answer(job, worker.run)
 
     async def _call(self, job: _Job) -> None:
-        """Run a job of an async reward, at once with other jobs."""
         assert self._concurrent is not None
         try:
             await self._answer(job, self._concurrent.run)
@@ -245,7 +237,6 @@ class RewardPool:
 
     @property
     def _memory(self) -> int:
-        """The most bytes of a worker; 0: no limit."""
         return int((self._config.memory_gib or 0) * 2**30)
 
     async def _start_worker(self) -> WorkerProcess:

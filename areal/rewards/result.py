@@ -26,8 +26,7 @@ class Result(NamedTuple):
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """The penalty for the length of a completion of `length` tokens: 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
 
-    The penalty rises linearly over the last `buffer` tokens before `longest`, and is 1 from `longest` on. `buffer` 0:
-    none.
+    The penalty rises linearly over the last `buffer` tokens before `longest`, and is 1 from `longest` on. 0: none.
 
         >>> overlong_penalty(90, longest=100, buffer=20), overlong_penalty(100, longest=100, buffer=0)
         (0.5, 0.0)
@@ -36,11 +35,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def as_result(value: Any) -> Result:
-    """Check the value of a reward: a score, perhaps with the scores of parts. Raises RewardError for a value that is
-    not finite.
-
-        >>> as_result((0.7, {"format": 1})), as_result(True)
-        (Result(score=0.7, parts={'format': 1.0}), Result(score=1.0, parts={}))"""
+    """Check the value of a reward: a score, perhaps with the scores of parts. Raises RewardError if not finite."""
     score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(parts, Mapping):
         raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")

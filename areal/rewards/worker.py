@@ -106,7 +106,6 @@ def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any])
 async def _serve_concurrently(
     requests: BinaryIO, answers: BinaryIO, rewards: Mapping[str, RewardFunction], memory: int
 ) -> None:
-    """Serve numbered requests until stdin ends."""
     calls: dict[int, asyncio.Task[Any]] = {}
 
     async def scored(reward: RewardFunction, arguments: list[Any], number: int) -> Any:

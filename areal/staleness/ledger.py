@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from areal.staleness.leases import Leases
-from areal.staleness.ledger_sessions import LedgerSessions
 from areal.staleness.ledger_state import (
     EXPIRED,
     START_VERSION_FELL,
@@ -44,8 +43,6 @@ from areal.staleness.ledger_state import (
     Started,
     StepRecord,
 )
-
-# ----------------------------------------------------------------------------------------------------------- answers
 
 
 class ReportAnswer(StrEnum):
@@ -183,14 +180,6 @@ class Schedule:
         state = self._state
         return schedulable((group.deadline for group in groups), state.batches_logged, state.settings.batch_size)
 
-    def fits_start(self, version: int) -> bool:
-        """True if one more group with this start version can be trained in time."""
-        state = self._state
-        deadlines = [version + state.settings.max_staleness]
-        if state.settings.bounds_groups:
-            deadlines += [group.deadline for group in state.groups.unbatched()]
-        return schedulable(deadlines, state.batches_logged, state.settings.batch_size)
-
     def breaks(self, group: LedgerGroup, version: int) -> bool:
         """True if `version` is below the start version that the deadline has, and leaves some group without a step."""
         if not self._state.settings.bounds_groups or version + group.max_staleness >= group.deadline:
@@ -201,14 +190,13 @@ class Schedule:
 
 class Ledger:
     """See the module. `state`: the groups, prompts and steps. `leases`: the owners of groups. `schedule`: the groups
-    that are trained next. `sessions`: the groups that are sessions of users. `row_of_prompt`: gives the training index
+    that are trained next. `row_of_prompt`: gives the training index
     of the row for a new prompt, by default the prompt's own index."""
 
     def __init__(self, state: LedgerState) -> None:
         self.state = state
         self.schedule = Schedule(state)
         self.leases = Leases(state)
-        self.sessions = LedgerSessions(state, self.schedule.fits_start)
         self.row_of_prompt: Callable[[int], int] = lambda prompt: prompt
 
     @property
@@ -307,8 +295,7 @@ class Ledger:
         return ReportAnswer.ACCEPTED
 
     def discard(self, group_id: str, reason: str) -> ReportAnswer:
-        """Discard the group; the prompt is not trained. Raises LedgerError for a group in a batch: batches never
-        change."""
+        """Discard the group; the prompt is not trained. Raises LedgerError for a group in a batch."""
         if self.state.groups.get(group_id) is None:
             return ReportAnswer.GONE
         self.state.emit(Discarded(group_id, reason))

@@ -4,18 +4,8 @@ from collections import Counter
 from typing import Any
 
 from areal.base.fields import with_defaults
-from areal.staleness.ledger_state import (
-    Batch,
-    Counters,
-    GroupState,
-    LedgerGroup,
-    LedgerSettings,
-    LedgerState,
-    QueuedPrompt,
-    StepRecord,
-    fields_of,
-    with_tuples,
-)
+from areal.staleness import ledger_state
+from areal.staleness.ledger_state import LedgerState, fields_of, with_tuples
 
 
 def snapshot_of(state: LedgerState) -> dict[str, Any]:
@@ -38,17 +28,19 @@ def snapshot_of(state: LedgerState) -> dict[str, Any]:
 def state_of(snapshot: dict[str, Any]) -> LedgerState:
     """Return the state of a snapshot, which may have been through JSON. The story starts empty. Missing fields are as
     in a new ledger. Raises TypeError or ValueError for fields that this version does not know."""
-    state = LedgerState(LedgerSettings(**snapshot["settings"]))
+    state = LedgerState(ledger_state.LedgerSettings(**snapshot["settings"]))
     snapshot = with_defaults(snapshot, snapshot_of(state))
     state.version = snapshot["version"]
     state.prompts.next_prompt, state.prompts.next_session = snapshot["next_prompt"], snapshot["next_session"]
     counts = snapshot["counters"]
-    state.counters = Counters(**counts | {name: Counter(counts.get(name)) for name in ("discarded", "requeued")})
+    state.counters = ledger_state.Counters(
+        **counts | {name: Counter(counts.get(name)) for name in ("discarded", "requeued")}
+    )
     for row in snapshot["groups"]:
-        state.groups.add(LedgerGroup(**row | {"state": GroupState(row["state"])}))
-    state.prompts.requeued.extend(QueuedPrompt(**prompt) for prompt in snapshot["requeued"])
-    state.steps.batch = None if snapshot["batch"] is None else Batch(**with_tuples(snapshot["batch"]))
+        state.groups.add(ledger_state.LedgerGroup(**row | {"state": ledger_state.GroupState(row["state"])}))
+    state.prompts.requeued.extend(ledger_state.QueuedPrompt(**prompt) for prompt in snapshot["requeued"])
+    state.steps.batch = None if snapshot["batch"] is None else ledger_state.Batch(**with_tuples(snapshot["batch"]))
     for step in snapshot["steps"]:
-        batch = Batch(**with_tuples(step["batch"]))
-        state.steps.keep(StepRecord(batch, tuple(step["staleness"]), tuple(step["prompts"])))
+        batch = ledger_state.Batch(**with_tuples(step["batch"]))
+        state.steps.keep(ledger_state.StepRecord(batch, tuple(step["staleness"]), tuple(step["prompts"])))
     return state

@@ -85,15 +85,8 @@ class LedgerSettings:
 
 
 def oldest_in_loss(on_straggler: str, max_staleness: int, version: int) -> int | None:
-    """Return the oldest version with tokens in the loss of the batch trained at `version`; None: all tokens are in the
-    loss.
-
-        >>> oldest_in_loss("mask", max_staleness=4, version=10), oldest_in_loss("wait", max_staleness=4, version=10)
-        (6, None)"""
+    """Return the oldest version with tokens in the loss of the batch trained at `version`; None: of all tokens."""
     return max(0, version - max_staleness) if on_straggler == "mask" else None
-
-
-# ------------------------------------------------------------------------------------------------------------ events
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +219,6 @@ def groups_of(event: Event) -> tuple[str, ...]:
             return (event.group_id,)
 
 
-# ---------------------------------------------------------------------------------------------------------- the rows
-
-
 QueuePosition = tuple[int, int, str]
 """Deadline, prompt index (without a session's sign) and id of a group. At equal deadlines the lower index is first."""
 
@@ -238,8 +228,7 @@ class LedgerGroup:
     """A row of the ledger. `attempt`: earlier admissions of the prompt; `failures`: failed ones among them.
     `max_staleness`: the bound at admission, which stays when settings change. `resumed`: the previous attempt lost its
     lease, and its stored samples may be in this group. `row`: the training index of the prompt's row, the same for all
-    attempts. `session`: the name of a session; empty for a group of a row. The n-th session has -1 - n as prompt index
-    and as row."""
+    attempts. `session`: the name of a session; empty for a group of a row. The n-th session: index and row -1 - n."""
 
     group_id: str
     prompt_index: int
@@ -472,7 +461,6 @@ class Steps:
         return iter(self._records.values())
 
     def __contains__(self, group_id: str) -> bool:
-        """True if a step has trained this group."""
         return group_id in self._groups
 
     def get(self, version: int) -> StepRecord | None:
@@ -615,7 +603,6 @@ class LedgerState:
             self._story.append(event)
 
     def _admit(self, event: Admitted | Opened) -> None:
-        """Make the group of a row or of a session."""
         if isinstance(event, Admitted):
             prompt = self.prompts.take(event.prompt_index, event.row)
             state, session = GroupState.ADMITTED, ""

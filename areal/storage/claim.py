@@ -125,7 +125,6 @@ def _aside(folder: Path) -> Path:
 
 
 def _is_same_file(lock: int, path: Path) -> bool:
-    """True if the file at `path` is still the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock), path.stat())
     return False

@@ -108,12 +108,10 @@ def _add_columns(connection: sqlite3.Connection, schema: str) -> None:
 
 
 def _writer(connection: sqlite3.Connection) -> str:
-    """Return the version of the program that used the file last."""
     return read_meta(connection, "program") or "an earlier version"
 
 
 def _columns(connection: sqlite3.Connection) -> dict[tuple[str, str], tuple[str, bool, str | None]]:
-    """Return the type, the requiredness and the default of each column, by table and name."""
     tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
     rows = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for (table,) in tables}
     return {
@@ -200,7 +198,6 @@ def try_lock(file: int, path: Path, attempts: int) -> bool:
 
 
 def _lockless(path: Path, error: OSError) -> UserError:
-    """The error for a file system without locks, or with a silent lock server."""
     return UserError(
         f"{path} cannot be locked ({error.strerror}), and a lock keeps a second process out: choose a folder on a file "
         f"system that has locks (flock), such as a local disk."
@@ -208,10 +205,7 @@ def _lockless(path: Path, error: OSError) -> UserError:
 
 
 def _lock(path: Path, noun: str) -> int:
-    """Return a descriptor that holds a lock against other processes until it is closed or this process ends.
-
-    Raises UserError if another process holds the lock, or if the lock file cannot be made.
-    """
+    """Return a descriptor with a lock against other processes. Raises UserError if it cannot be locked, or made."""
     with explain(OSError, f"{path} cannot be used as a {noun} ({{strerror}})"):
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
     if not try_lock(lock, path, LOCK_ATTEMPTS):

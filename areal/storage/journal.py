@@ -173,8 +173,7 @@ class Journal:
         return state
 
     def version_errors(self, name: str) -> AbstractContextManager[None]:
-        """Raise UserError if a part `name` has a field or a kind unknown to this version of the program, or lacks a
-        field without a default."""
+        """Raise UserError if a part `name` has a field or a kind that this version does not know, or lacks one."""
         return explain(
             (KeyError, TypeError, ValueError),
             f"The journal {self.file} was written by another version of this program ({name}: {{why}}): go on with the "
@@ -246,7 +245,6 @@ def event_checksum(kind: str, body: str) -> int:
 
 
 def _body(file: Path, name: str, kind: str, body: str, crc: int) -> Any:
-    """Return the body of an event, after a check of the checksum."""
     if crc != event_checksum(kind, body):
         raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
     return json.loads(body)

@@ -143,10 +143,7 @@ class NewRecords:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record. Numbers of an object in the record are named NAME/KEY.
-
-    >>> flat({"loss": 0.5, "keys": {"a": 1}})
-    {'loss': 0.5, 'keys/a': 1.0}"""
+    """Return the numbers of a record. Numbers of an object in the record are named NAME/KEY."""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):

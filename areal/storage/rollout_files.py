@@ -166,8 +166,7 @@ def opened(path: Path) -> Iterator[RolloutFile]:
 
 
 def lacking(path: Path) -> list[str]:
-    """Return the missing columns of a file, as in RolloutFile. Raises UserError if an existing file has no rollouts, or
-    values that no run writes."""
+    """Return the missing columns of a file, as in RolloutFile. Raises UserError for a wrong file."""
     try:
         with opened(path) as file:
             file.check_nulls()

@@ -175,8 +175,6 @@ _OF_NOTES = ("began", "seconds", "waited", "scoring")
 
 
 class _Branch(NamedTuple):
-    """A row of a file."""
-
     rollout: Rollout
     staleness: int | None
     sample: int
@@ -206,7 +204,6 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
 
 
 def _portions(branches: Iterable[_Branch]) -> Iterator[list[_Branch]]:
-    """Yield the branches of each row group."""
     portion: list[_Branch] = []
     tokens = 0
     for branch in branches:

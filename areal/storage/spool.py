@@ -172,8 +172,7 @@ class SpooledCalls:
             connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
 
     def calls(self, group_id: str, place: int) -> bytes:
-        """Return the frame that `put` stored of a sample; empty if the frame is missing or damaged: the sample can be
-        sampled again."""
+        """Return the frame that `put` stored of a sample; empty if it is missing or damaged."""
         statement = "SELECT prompt_index, oldest, crc, frame FROM unfinished WHERE id = ? AND place = ?"
         for prompt_index, oldest, crc, frame in self._file.select(statement, group_id, place):
             if crc == _checksum("", place, prompt_index, f"{oldest}", "", frame):

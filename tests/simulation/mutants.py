@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from actors.evaluator.evaluator import Evaluator
+from actors.gateway.ledger_sessions import LedgerSessions
 from actors.gateway.session_table import SessionTable
 from actors.gateway.user_sessions import UserSession
 from actors.generator import generator
@@ -55,7 +56,6 @@ from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.leases import Leases
 from areal.staleness.ledger import Ledger, Schedule
-from areal.staleness.ledger_sessions import LedgerSessions
 from areal.staleness.ledger_snapshot import snapshot_of
 from areal.staleness.ledger_state import (
     Admitted,
@@ -837,7 +837,7 @@ def sessions_expire_at_each_step() -> AbstractContextManager[None]:
 
 def served_versions_however_old() -> AbstractContextManager[None]:
     """A session may begin with a version for which no step is left."""
-    return patch.multiple(Schedule, fits_start=lambda schedule, version: True)
+    return patch.multiple(LedgerSessions, _fits_start=lambda sessions, version: True)
 
 
 def sessions_without_a_limit() -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from support.small_runs import ten_steps
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.keys import LastMinute
+from actors.gateway.ledger_sessions import LedgerSessions
 from actors.gateway.session_links import NOT_STORED
 from actors.gateway.session_requests import SessionRequests
 from actors.gateway.user_sessions import UserReward
@@ -356,7 +357,7 @@ async def test_a_gateway_that_is_no_part_of_the_run_any_more_says_so_in_the_form
 
 @pytest.mark.parametrize("expires", [True, False])
 async def test_a_session_without_a_call_is_gone_if_it_has_expired_and_else_has_nothing_to_be_rewarded(city, expires):
-    group = city.ledger.sessions.open("anna:s", "gateway/9#9", 0.0, 60.0)
+    group = LedgerSessions(city.ledger.state).open("anna:s", "gateway/9#9", 0.0, 60.0)
     city.ledger.leases.release("gateway/9#9")
     async with city.gateway() as user:
         await user.gateway.sessions.table.renew()
@@ -477,7 +478,7 @@ async def test_a_session_that_expires_in_the_ledger_is_served_on_and_not_trained
         await user.say("hi")
         for _ in range(2):  # others fill the steps until its deadline
             for _ in range(2):
-                group = city.ledger.sessions.open("other", "gateway/9#9", 0.0, 60.0)
+                group = LedgerSessions(city.ledger.state).open("other", "gateway/9#9", 0.0, 60.0)
                 city.ledger.ready(group.group_id, city.ledger.version)
             assert isinstance(city.ledger.next_batch(city.ledger.version), Batch)
             city.ledger.commit(city.ledger.version)
@@ -1237,7 +1238,7 @@ async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and
         go_on.set()
         assert (await reward)[1]["state"] == "ready" and text_of(await new) == "new"
     (trained,) = city.trained.values()
-    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.sessions.ownerless()) == 1
+    assert "late" not in TOKENIZER.decode(trained.tokens) and len(LedgerSessions(city.ledger.state).ownerless()) == 1
 
 
 async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward_is_gone(city):
@@ -1318,7 +1319,9 @@ async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_r
         while not city.samples:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
         reward.cancel()
-    assert city.ledger.sessions.ownerless() == ["s0.0"] and not city.ledger.state.groups.count(GroupState.READY)
+    assert LedgerSessions(city.ledger.state).ownerless() == ["s0.0"] and not city.ledger.state.groups.count(
+        GroupState.READY
+    )
     async with city.gateway(1) as user:
         assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
         assert (await user.reward(-1, id="b"))[0] == 409
@@ -1483,7 +1486,7 @@ async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an
 
 
 async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_not_heard_of_it(city):
-    group = city.ledger.sessions.open("anna:s", "gateway/0#0", 0.0, 60.0)
+    group = LedgerSessions(city.ledger.state).open("anna:s", "gateway/0#0", 0.0, 60.0)
     city.ledger.ready(group.group_id, 0)
     expired = DiscardSession(session="anna:s", group=group.group_id, reason="expired")
     assert (await city.ask_master("gateway/0#0", expired, SessionDiscarded)).count == 0

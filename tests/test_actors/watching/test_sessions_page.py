@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from actors.gateway.ledger_sessions import LedgerSessions
 from actors.watching.dashboard import application
 from areal.extensions.desk.run_view import RunView
 from areal.staleness.ledger import Ledger
@@ -29,7 +30,7 @@ async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_i
     journal.compact({"ledger": snapshot_of(ledger.state)})
     ledger.state.journal = lambda event: journal.append(*event_record(event))
     for name in ("anna:first", "anna:<b>", "bert:third"):
-        group = ledger.sessions.open(name, "gateway/0#1", 0.0, 60.0)
+        group = LedgerSessions(ledger.state).open(name, "gateway/0#1", 0.0, 60.0)
         if name != "anna:<b>":
             ledger.ready(group.group_id, ledger.version)
             journal.append("rewarded", {"group": group.group_id, "mean": 0.5})

@@ -15,6 +15,7 @@ import pytest
 from support.small_runs import ten_steps
 from support.stored_samples import put
 
+from actors.gateway.ledger_sessions import LedgerSessions
 from actors.gateway.session_requests import SessionRequests
 from actors.master import changes
 from actors.master.run_state import RunState
@@ -148,7 +149,7 @@ def served(tmp_path: Path) -> Config:
     folder, state = RunFolder(config, journal.run), RunState(config, journal)
 
     def session(number: int, rewarded: bool = True) -> None:
-        group = state.ledger.sessions.open(f"anna:{number}", "gateway", 0.0, 60.0)
+        group = LedgerSessions(state.ledger.state).open(f"anna:{number}", "gateway", 0.0, 60.0)
         if rewarded:
             ready(state, spool, group.group_id)
 

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from actors.gateway.ledger_sessions import LedgerSessions
 from areal.staleness import ledger_snapshot
 from areal.staleness.invariants import check_invariants
 from areal.staleness.leases import Leases
@@ -687,7 +688,7 @@ def test_many_unfinished_groups_of_one_deadline_hold_a_step_before_that_deadline
 
 
 def open_sessions(ledger: Ledger, n: int, owner: str = "gateway/0#1") -> list[str]:
-    opened = [ledger.sessions.open(f"user {i}", owner, now=0.0, lease_seconds=LEASE) for i in range(n)]
+    opened = [LedgerSessions(ledger.state).open(f"user {i}", owner, now=0.0, lease_seconds=LEASE) for i in range(n)]
     return [group.group_id for group in opened if group]
 
 
@@ -707,10 +708,12 @@ def test_a_session_with_a_version_that_is_served_begins_with_it_and_expires_by_i
     for _ in range(3):
         finish(ledger, *admit(ledger, 1))
         train(ledger)
-    assert ledger.sessions.open("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
-    group = ledger.sessions.open("a", "gateway/0#1", 0.0, LEASE, served=1)
+    assert LedgerSessions(ledger.state).open("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
+    group = LedgerSessions(ledger.state).open("a", "gateway/0#1", 0.0, LEASE, served=1)
     assert (group.start_version, group.deadline) == (1, 3)
-    assert ledger.sessions.open("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
+    assert LedgerSessions(ledger.state).open("b", "gateway/0#1", 0.0, LEASE, served=1) is None, (
+        "two would have one step"
+    )
     assert ledger.started(group.group_id, "gateway/0#1", 2) is ReportAnswer.UNCHANGED
     assert ledger.ready(group.group_id, 2) is ReportAnswer.ACCEPTED
     assert train(ledger) == (group.group_id,) and ledger.commit(3).staleness == (1,), "users have got a newer one"
@@ -765,14 +768,14 @@ def test_a_session_outlives_its_owner_and_is_adopted_once():
     ledger = make(max_sessions=1)
     (session,) = open_sessions(ledger, 1, "gateway/0#1")
     ledger.leases.expire(now=LEASE)
-    assert ledger.sessions.ownerless() == [session] and ledger.leases.renew("gateway/0#1", [session], 40.0, LEASE) == [
-        session
-    ]
-    assert [group.group_id for group in ledger.sessions.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [
-        session
-    ]
-    assert ledger.sessions.adopt([session], "gateway/2#1", 40.0, LEASE) == []
-    assert ledger.leases.release("gateway/1#1") == [session] and ledger.sessions.ownerless() == [session]
+    assert LedgerSessions(ledger.state).ownerless() == [session] and ledger.leases.renew(
+        "gateway/0#1", [session], 40.0, LEASE
+    ) == [session]
+    assert [
+        group.group_id for group in LedgerSessions(ledger.state).adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)
+    ] == [session]
+    assert LedgerSessions(ledger.state).adopt([session], "gateway/2#1", 40.0, LEASE) == []
+    assert ledger.leases.release("gateway/1#1") == [session] and LedgerSessions(ledger.state).ownerless() == [session]
     ledger.leases.renew_all(50.0, LEASE)
     assert ledger.leases.expire(now=1e9) == [], "nobody holds it"
     assert ledger.ready(session, 0) is ReportAnswer.ACCEPTED, "its samples may have been on their way"
@@ -1100,7 +1103,7 @@ class SessionMachine(LedgerMachine):
         """age: of the version that users get."""
         served = max(0, self.ledger.version - age)
         for _ in range(n):
-            if group := self.ledger.sessions.open(name, owner, self.now, LEASE, served):
+            if group := LedgerSessions(self.ledger.state).open(name, owner, self.now, LEASE, served):
                 assert group.group_id not in self.admitted_at and self.ledger.state.groups.of_session(name)[-1] == group
                 self.admitted_at[group.group_id] = served
                 if served < self.ledger.version:
@@ -1108,11 +1111,11 @@ class SessionMachine(LedgerMachine):
                 self.bounds[group.group_id] = self.settings.max_staleness
                 self.leases[group.group_id] = owner
 
-    @precondition(lambda self: self.ledger.sessions.ownerless())
+    @precondition(lambda self: LedgerSessions(self.ledger.state).ownerless())
     @rule(owner=st.sampled_from(OWNERS))
     def adopt(self, owner: str) -> None:
-        for group in self.ledger.sessions.adopt(
-            [*self.ledger.sessions.ownerless(), *self.leases], owner, self.now, LEASE
+        for group in LedgerSessions(self.ledger.state).adopt(
+            [*LedgerSessions(self.ledger.state).ownerless(), *self.leases], owner, self.now, LEASE
         ):
             assert group.group_id not in self.leases
             self.leases[group.group_id] = owner

@@ -1,16 +1,16 @@
 """The sessions of users among the groups of the ledger: a session is opened, and an orphan gets another owner."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from areal.staleness.ledger import schedulable
 from areal.staleness.ledger_state import GroupState, LedgerGroup, LedgerState, Opened, OwnerChanged, Started
 
 
 class LedgerSessions:
-    """See the module. fits_start: whether one more group with a start version can be trained in time."""
+    """See the module. state: of the ledger."""
 
-    def __init__(self, state: LedgerState, fits_start: Callable[[int], bool]) -> None:
+    def __init__(self, state: LedgerState) -> None:
         self._state = state
-        self._fits_start = fits_start
 
     def open(
         self, session: str, owner: str, now: float, lease_seconds: float, served: int | None = None
@@ -38,3 +38,11 @@ class LedgerSessions:
         if orphans:
             self._state.emit(OwnerChanged(orphans, owner, now + lease_seconds))
         return [self._state.groups[group_id] for group_id in orphans]
+
+    def _fits_start(self, version: int) -> bool:
+        """True if one more group with this start version can be trained in time."""
+        state = self._state
+        deadlines = [version + state.settings.max_staleness]
+        if state.settings.bounds_groups:
+            deadlines += [group.deadline for group in state.groups.unbatched()]
+        return schedulable(deadlines, state.batches_logged, state.settings.batch_size)
