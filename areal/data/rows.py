@@ -163,7 +163,7 @@ def read_part(part: Any) -> dict[str, Any]:
     if kind in PICTURE_PARTS and not texts:
         return dict(part)
     if kind in PICTURE_PARTS or len(texts) != 1 or not isinstance(texts[0], str):
-        raise ValueError(f"a part of a message has the type {kind!r}, but no single text")
+        raise ValueError(f"a part of a message has the type {kind!r}, but not one text")
     return {"type": "text", "text": texts[0]}
 
 
