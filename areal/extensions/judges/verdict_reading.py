@@ -13,7 +13,7 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _NAME = r"(?:(?:my|the|final|overall|total)\s+)*(?:score|verdict|rating|grade|mark|judge?ment|answer|final)"
 _MARKS = r"(?:[^\w\n]|_)*"  # no line break: each line is matched by itself
 _BEGIN = rf"^{_MARKS}(?:{_NAME}\b[\W_]*(?:is\b[\W_]*)?)"
-_DIGITS = r"(?<![\w.,-])(-?\d+(?:[.,]\d+)?(?:[eE]\d+)?)(?![\w%]|\s*%|[.,]\d|-\d)"
+_DIGITS = r"(?<![\w.,-])(-?\d+(?:[.,]\d+)?(?:[eE][+-]?\d+)?)(?![\w%]|\s*%|[.,]\d|-\d)"
 # In 8/10 or "8 out of 10" the first number is the verdict.
 _NUMBER = rf"{_DIGITS}(?:\s*\**\s*(?:/|(?:\(\s*)?out of)\s*\d+(?:[.,]\d+)?)?"
 _END = r"(?=[^\w\n]*(?:\(.*)?$)"

@@ -240,9 +240,9 @@ def program_in(completion: str, language: str = "python") -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the label and the content of each fenced block (``` or ~~~). A block of Python ends at the first fence
-    after valid Python, because programs have fences in their texts. Any other block ends at the first fence alone on a
-    line, or else at the first fence. The opening fence's indent is removed from the lines."""
+    """Yield the label and the content of each fenced block. A fence of the same marks (``` or ~~~), at least as long as
+    the first, ends a block: of Python, the first fence after valid Python, because programs have fences in their texts;
+    else the first fence alone on a line, or the first at all. The opening fence's indent is removed from the lines."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
     budget = _MOST_CHARACTERS
     position = 0
@@ -256,6 +256,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         label = match[1].lower() if match else ""
         later = fences[index + 1 : index + 1 + _MOST_ENDS]
         ends = [fence for fence in later if fence[0] > line_end and text[fence[0]] == text[fence_start]]
+        ends = [(start, end) for start, end in ends if end - start >= fence_end - fence_start] or ends
         indent = text[text.rfind("\n", 0, fence_start) + 1 : fence_start]
         closing = None
         if not label or label in LANGUAGES["python"]:

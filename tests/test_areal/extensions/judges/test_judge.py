@@ -61,6 +61,7 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
     [
         ("Good: 3 of 4 steps.\n7", {}, 0.7),
         ("-1.5", {"low": -2, "high": 2}, 0.125),
+        ("Score: 5e-1", {}, 0.05),
         ("A is tempting, but AB is best: AB.", CHOICES, 0.5),
         ("It is none.", CHOICES, 0.0),
         ('{"score": 1} no: {"why": {"x": 2}, "score": 8}', {"verdict": "json"}, 0.8),

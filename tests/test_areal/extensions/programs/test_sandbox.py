@@ -654,6 +654,12 @@ def test_programs_are_taken_from_the_last_block_of_their_language():
     assert program_in("1. So:\n   ```python\n   if x:\n     y\n\n   ```\n2. Done") == "if x:\n  y\n\n"
 
 
+def test_a_block_within_a_block_of_longer_fences_is_a_part_of_it():
+    assert program_in("````js\ns = `\n```\n`;\n````\n", "nodejs") == "s = `\n```\n`;\n"
+    assert program_in("````markdown\n```python\nx\n```\n````\nSo:\n```python\ny\n```") == "y\n"
+    assert program_in("````python\nx\n```\nDone.") == "x\n"  # no fence is as long as the first
+
+
 def test_a_block_ends_at_a_fence_that_is_not_in_a_text_of_the_program():
     program = 'def f():\n    """\n```python\nf()\n```\n    """\n    return \'```\'\n'
     assert program_in(f"```python\n{program}```\nIt is called like this:\n```text\nf()\n```") == program
