@@ -22,8 +22,8 @@ from areal.base.errors import UserError
 from areal.config import Config, overridden, validated
 from areal.config.reading import CONFIGS, read_values
 from areal.config.settings import SPEED_ONLY, is_under
+from areal.extensions.desk.bare_models import count_parameters
 from areal.extensions.desk.comparison import differing_settings, mean_text, means, value_of
-from areal.extensions.desk.plan import count_parameters
 from areal.models import name_of
 from areal.storage.record import Record
 

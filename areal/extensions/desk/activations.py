@@ -1,13 +1,10 @@
-"""The memory of a model's layers in training, counted in the model's own code.
+"""The memory that a model's layers take in training, counted in the model's own code.
 
-A model of few layers, in its real width, makes a forward and a backward pass with tensors that have shapes but no data
-(PyTorch's FakeTensorMode). So the count takes seconds for a model of any size, and holds for any architecture. Memory
-grows linearly with the number of tokens and with the number of layers, so the rest is extrapolated.
+A model of few layers makes one forward and backward pass with tensors that have shapes but no data (FakeTensorMode of
+PyTorch), which takes seconds for any model. Memory is linear in the number of tokens and in the number of layers.
 """
 
-import copy
 import weakref
-from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,24 +15,24 @@ from torch.utils._pytree import tree_iter
 
 from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
+from areal.extensions.desk.bare_models import of_layers
 from areal.training.attention import attention_kwargs, choose_attention
 from areal.training.flops import experts_of
 from areal.training.packed import empty_row
 
-TOKENS = 1021
-"""A prime number, so that only gradients of parameters have the shapes of parameters."""
+TOKENS = 1021  # a prime number: only gradients of parameters have the shapes of parameters
 
 
 class Activations(NamedTuple):
-    """Bytes per token. `saved`: kept by the layers from the forward pass for the backward pass. `peak`: the most at any
-    time in the layers' backward pass, with `saved`. Gradients of parameters do not count."""
+    """Bytes per token. `saved`: kept by the layers from the forward to the backward pass. `peak`: the most that exists
+    at once during the layers' backward pass, with `saved` and without gradients of parameters."""
 
     saved: float
     peak: float
 
 
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
-    """Measure the activations of a rank's layers, without the output layer. sizes: the model's transformers config."""
+    """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
     small, large, scale = of_layers(sizes, 2), of_layers(sizes, 4), 1
     if trainer.dtype == "float32" and any(experts_of(sizes)):  # without data torch multiplies experts in bf16 alone
         trainer, scale = trainer.model_copy(update={"dtype": "bfloat16"}), 2
@@ -43,17 +40,6 @@ def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bo
     layers, more = small.num_hidden_layers, large.num_hidden_layers
     times = (sizes.num_hidden_layers - layers) / (more - layers)
     return Activations(*(scale * (a + times * (b - a)) for a, b in zip(few, many, strict=True)))
-
-
-def of_layers(sizes: Any, per_kind: int) -> Any:
-    """Return the config `sizes` with `per_kind` layers of each kind, in the model's order."""
-    sizes = copy.deepcopy(sizes)
-    kinds = getattr(sizes, "layer_types", None) or [""]
-    period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
-    sizes.num_hidden_layers = per_kind * period
-    if kinds != [""]:
-        sizes.layer_types = [*islice(cycle(kinds[:period]), per_kind * period)]
-    return sizes
 
 
 def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activations:
@@ -70,7 +56,7 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
             model = extensions.need("lora", "add", "trainer.lora").load()(model, trainer.lora)
     for part in model.modules():
         if isinstance(getattr(part, "rope_type", None), str):
-            part.rope_type = "default"  # further types choose frequencies by positions, and positions have no data here
+            part.rope_type = "default"  # others choose frequencies by the positions, which have no data here
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         row = empty_row(torch.device("cpu"), TOKENS)
@@ -84,8 +70,8 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
 
 
 class _Count(TorchDispatchMode):
-    """Counts the bytes of living tensors made by operations (`now`), and their `peak`. Gradients of parameters do not
-    count: gradients of experts may be larger than all activations, for any number of tokens."""
+    """Counts the bytes of the tensors that operations make: `now`, and at their `peak`. Gradients of parameters do not
+    count: they do not grow with the number of tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

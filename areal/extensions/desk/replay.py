@@ -289,7 +289,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
 def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
     """Do the replays in parallel processes, as many as the cores allow. A fork of this process shares its imports."""
     from areal.cpu.deepspeed_on_cpu import load_libraries
-    from areal.extensions.desk.plan import read_modules
+    from areal.extensions.desk.bare_models import read_modules
 
     load_libraries()
     read_modules(replays[0].config.model)
@@ -346,10 +346,10 @@ def run_variant(
             if reason or (variant.until and variant.until.holds(record)):
                 break
     weights, engine = variant.folder / "weights", training.engine
-    engine.snapshot()
-    manifest = engine.begin_write(weights).result()
+    engine.storage.snapshot()
+    manifest = engine.storage.begin_write(weights).result()
     if variant.output:
-        engine.export(variant.output)
+        engine.storage.export(variant.output)
     engine.close()
     summary = _summary(variant, reason, records, manifest) | {"seconds": time.monotonic() - began}
     if writes:
@@ -368,16 +368,16 @@ class Training:
         self._variant, self._config = variant, variant.config_at(variant.first + 1)
         self.engine: TrainingEngine = TrainingEngine.of_run(self._config, keep_values=True)
         if variant.first:
-            self.engine.load(variant.checkpoint, run)
+            self.engine.storage.load(variant.checkpoint, run)
 
     def _prepare(self, step: int) -> Config:
         """Take the settings of a step, and return them. Changed settings restart the engine, as a resumed run does."""
         config, folder = self._variant.config_at(step), self._variant.folder / "changing"
         if config != self._config:
-            self.engine.save(folder)
+            self.engine.storage.save(folder)
             self.engine.close()
             self.engine = type(self.engine).of_run(config, keep_values=True)
-            self.engine.load(folder)
+            self.engine.storage.load(folder)
             if self.engine.rank == 0:
                 shutil.rmtree(folder)
             self._config = config

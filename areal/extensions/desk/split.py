@@ -1,14 +1,12 @@
-"""Splits devices between generation and training, and computes the memory of both. Formulas only, no I/O.
+"""Splits devices between generation and training, and computes the memory that each needs. Formulas only, no I/O.
 
-Rates are completion tokens per second of a single device; the work on prompts and on proximal log-probs is included.
-Memory is in bytes per device, lengths are in tokens.
+Rates are completion tokens per second of one device, memory is in bytes per device, lengths are in tokens.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, product
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 from areal.base.errors import UserError
 from areal.config import Config
@@ -20,32 +18,21 @@ from areal.weights.packs import sending_bytes
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Assumed: an engine that has a device to itself leaves a tenth (vLLM's own default is 0.08), training loses a tenth to
+# fragmentation. CUDA context and graphs of an engine; CUDA context and NCCL of a rank.
 GENERATOR_SHARE = TRAINER_SHARE = 0.9
-"""Share of a device's memory for an engine without neighbours on the device (vLLM's own default is 0.92), and for
-training, where fragmentation loses the rest. Assumed."""
-GENERATOR_OTHER, TRAINER_OTHER, HOST_OTHER = 1.5 * GIB, 2 * GIB, 4 * GIB
-"""CUDA context and graphs of an engine; CUDA context and NCCL of a rank; host memory of a process with torch and CUDA.
-Assumed."""
-DEVICES_OF_A_HOST = 8
-"""The most ranks that share the writing of weights. Assumed."""
-LIVE_PARAMETERS = 10**9
-"""The most parameters gathered at a time by DeepSpeed under ZeRO 3."""
+GENERATOR_OTHER, TRAINER_OTHER = 1.5 * GIB, 2 * GIB
+LIVE_PARAMETERS = 10**9  # that DeepSpeed keeps gathered at once under ZeRO 3, at most
+# Tokens of a step that vLLM takes for throughput, on a device of so much memory and on smaller devices.
 LARGE_DEVICE, LARGE_STEP, STEP = 70 * GIB, 16384, 8192
-"""Tokens of a vLLM step for throughput are LARGE_STEP on a device of LARGE_DEVICE bytes or more, else STEP."""
-TOGETHER = (2, 4, 8)
-"""Values of trainer.sequence_parallel to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model. `trained`: trained parameters, of the model or of adapters. `activations`, `checkpointed`: of
-    the layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all experts of a token.
-    `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters in pinned host
-    memory, where each tensor takes a power of two. `largest`: parameters of the largest tensor. `part`, `part_tensor`:
-    parameters of the largest module in a layer, such as its experts, and of the largest tensor in it. `merged`:
-    parameters of trained experts with two matrices in one tensor, stored apart as copies. `heads`: attention heads.
-    `experts`, `inner`: parameters of experts, and of matrices divided by `trainer.tensor_parallel`. `chosen`: experts
-    of a token in a layer."""
+    """Sizes of a model, most as numbers of parameters. `trained`: of the model or its adapters. `activations`,
+    `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
+    experts of a token. `bucket`: of gradients. `largest`: tensor. `part`, `part_tensor`: largest module of a layer,
+    such as its experts, and its tensor. `experts`, `inner`: divided by trainer.expert_parallel and tensor_parallel."""
 
     parameters: int
     trained: int
@@ -58,21 +45,17 @@ class ModelSizes:
     checkpointed: Activations
     intermediate: int = 0
     bucket: int = BUCKET
-    pinned: int = 0
     largest: int = 0
     part: int = 0
     part_tensor: int = 0
-    merged: int = 0
-    heads: int = 0
     experts: int = 0
     inner: int = 0
-    chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Completion tokens per second of a busy device, and lengths in tokens: the longest prompt, the mean completion and
-    the longest completion."""
+    """Completion tokens per second of one device while it has work, and lengths in tokens: the longest prompt, the mean
+    completion and the longest completion."""
 
     generation_rate: float
     training_rate: float
@@ -88,8 +71,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Memory of a rank, in bytes. `buckets`: buckets of gradients, parameters gathered under ZeRO 3, and weights on
-    their way from rank 0 to generators. `host`: the rank's host memory, not in `total`."""
+    """Bytes of one rank. `buckets`: gradients, parameters gathered under ZeRO 3, and weights sent to generators."""
 
     weights: float
     gradients: float
@@ -97,21 +79,18 @@ class TrainingMemory:
     reference: float
     activations: float
     buckets: float
-    host: float
     overhead: float = TRAINER_OTHER
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values()) - self.host
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the devices. `memory_share`: share of a generator's device. `sequences`: sequences of the mean length
-    at once in a generator, at most max_concurrent_rollouts; `longest_sequences`: sequences of the greatest length.
-    `generated`, `trained`: tokens/s possible for generators and for the trainer; `throughput`: the lower of the two
-    rates or, on a single device, the rate in turns. `received`: bytes received by a rank for a micro-batch (`traffic`).
-    `changes`: further keys of `trainer` in the plan."""
+    """A split of the devices. `memory_share`: of a generator's device. `sequences`: sequences of the mean length that
+    one generator can run at once, at most max_concurrent_rollouts. `generated`, `trained`, `throughput`: tokens/s of
+    generators, trainer and run at most."""
 
     generators: int
     tensor_parallel: int
@@ -122,35 +101,31 @@ class Plan:
     generation: Mapping[str, float]
     memory_share: float
     sequences: int
-    longest_sequences: int
     generated: float
     trained: float
     throughput: float
-    received: float
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generating_devices(self) -> int:
         return self.generators * self.tensor_parallel
 
-    def __str__(self) -> str:
-        keys = " ".join(f"trainer.{key}={value}" for key, value in self.changes.items())
-        return f"{keys} ({self.generating_devices} + {self.ranks} devices, {self.throughput:,.0f} tokens/s)"
-
     @property
     def overrides(self) -> dict[str, str]:
-        """The configuration keys of the plan, with their values."""
-        trainer = {**self.changes, "ranks": self.ranks, "zero_stage": self.zero_stage}
-        trainer["gradient_checkpointing"] = f"{self.gradient_checkpointing}".lower()
-        generator = {"count": self.generators, "memory_share": self.memory_share}
-        generator["max_concurrent_rollouts"] = self.sequences
-        keys = {"generator": generator, "trainer": trainer}
-        return {f"{part}.{key}": f"{value}" for part, values in keys.items() for key, value in values.items()}
+        """The keys of the configuration that this plan sets."""
+        values = {
+            "generator.count": self.generators,
+            "generator.memory_share": self.memory_share,
+            "generator.max_concurrent_rollouts": self.sequences,
+            "trainer.ranks": self.ranks,
+            "trainer.zero_stage": self.zero_stage,
+            "trainer.gradient_checkpointing": f"{self.gradient_checkpointing}".lower(),
+        }
+        return {key: f"{value}" for key, value in values.items()}
 
 
 def row_tokens(config: Config, ranks: int, longest: int) -> int:
-    """Return the tokens of the longest row computed by the ranks of a sequence group. longest: tokens of a sequence. A
-    fixed number of micro-batches has no cap: a micro-batch may hold nothing but the longest sequences."""
+    """Tokens of the longest row that the ranks of a sequence group compute together. longest: of one sequence. A fixed
+    number of micro-batches has no cap: a micro-batch may hold only sequences of this length."""
     trainer = config.trainer
     if not trainer.microbatches:
         return max(trainer.max_tokens_per_microbatch, longest)
@@ -161,28 +136,19 @@ def row_tokens(config: Config, ranks: int, longest: int) -> int:
 def training_memory(
     config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
-    """Return the memory of a rank. longest: tokens of the longest sequence, its prompt included.
+    """The memory of one rank. longest: tokens of the longest sequence, its prompt included.
 
-    * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients
-      from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
-      trained parameter. Gradients are accumulated in fp32; below stage 2 a rank also keeps the bf16 gradients. In fp32
-      the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
-      takes nothing and gradients have the weights' type; with `all`, two layers' weights are fetched at a time
-      (assumed). The reference model has only weights.
-    * Experts or tensors are divided at every stage, and ZeRO divides each part among the ranks with the same part.
-    * Host memory: the copies of the published weights, and of the weights in a checkpoint written meanwhile, both
-      divided among a host's ranks, with `merged` once more; a checkpoint's fp32 weights and moments; offloaded states.
+    ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients from stage 2 on,
+    and weights at stage 3. Bytes per trained parameter in bf16: 12 for the fp32 master weights and the moments, 4 for
+    fp32 gradients, below stage 2 also 2 for bf16 gradients. In fp32: 8 for the moments, from stage 1 on also 4 for
+    master weights. With offload the optimizer takes nothing and gradients have the weights' type; with `all` the
+    weights of two layers are on the device at a time (assumed).
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
     of_weights, of_gradients, of_optimizer = (_divisor(config, model, ranks, stage >= least) for least in (3, 2, 1))
-    half = trainer.dtype != "float32"
-    offload = trainer.offload != "none"
+    half, offload = trainer.dtype != "float32", trainer.offload != "none"
     elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
-    writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
-    host = HOST_OTHER + 2 * (model.pinned + size * model.merged) / writers + 12 * model.trained / ranks
-    host += (12 + 4) * model.trained / of_optimizer * offload
-    host += size * model.parameters / of_weights * (trainer.offload == "all")
     return TrainingMemory(
         weights=size * model.parameters * (2 / model.layers if trainer.offload == "all" else 1 / of_weights),
         gradients=(size if offload else 6 if half and stage < 2 else 4) * model.trained / of_gradients,
@@ -190,49 +156,21 @@ def training_memory(
         reference=size * model.parameters / of_weights if trainer.kl_coef and not elsewhere else 0.0,
         activations=_activations(config, model, ranks, checkpointing, longest),
         buckets=_buckets(config, model, ranks, stage),
-        host=host,
     )
 
 
-def _divided(config: Config, model: ModelSizes) -> int:
-    """Return the number of parameters divided by `trainer.expert_parallel` or `tensor_parallel`."""
-    if config.trainer.expert_parallel > 1:
-        return model.experts
-    return model.inner if config.trainer.tensor_parallel > 1 else 0
-
-
 def _divisor(config: Config, model: ModelSizes, ranks: int, by_zero: bool) -> float:
-    """Return the model's parameters divided by a rank's parameters. by_zero: whether ZeRO divides them too."""
-    trainer, apart = config.trainer, _divided(config, model)
-    parts = ranks if by_zero else trainer.expert_parallel * trainer.tensor_parallel
-    holders = ranks // trainer.tensor_parallel if by_zero else 1
-    return model.parameters / (apart / parts + (model.parameters - apart) / holders)
-
-
-def traffic(config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int) -> float:
-    """Return the bytes received by a rank for a micro-batch, and without ZeRO 3 for its share of an optimizer step.
-
-    ZeRO 3 gathers the weights of a layer forward and backward, and sends fp32 gradients. Experts divided over all ranks
-    stay in place: each token goes to its experts and comes back, and so do gradients. Ranks with parts of tensors sum
-    the hidden states twice in a layer. Checkpointing repeats a pass."""
-    trainer, size = config.trainer, BYTES[config.trainer.dtype]
-    tokens, passes = row_tokens(config, ranks, longest) / trainer.sequence_parallel, 3 if checkpointing else 2
-    states = size * tokens * model.hidden * model.layers * passes
-    n, m = trainer.expert_parallel, trainer.tensor_parallel
-    volume = states * model.chosen * 2 * (n - 1) / n + states * 2 * 2 * (m - 1) / m
-    apart = _divided(config, model)
-    of_weights = 2 * size + 4 if stage == 3 else 4
-    for parameters, holders in ((apart / (n * m), ranks // (n * m)), (model.parameters - apart, ranks // m)):
-        volume += of_weights * parameters * (holders - 1) / holders
-    return volume
+    """By how much the parameters of a rank are fewer than the model's. by_zero: whether ZeRO divides them, too."""
+    n, m = config.trainer.expert_parallel, config.trainer.tensor_parallel
+    divided = model.experts if n > 1 else model.inner if m > 1 else 0
+    parts, holders = (ranks, ranks // m) if by_zero else (n * m, 1)
+    return model.parameters / (divided / parts + (model.parameters - divided) / holders)
 
 
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
-    """Return the bytes of buckets and gathered parameters. DeepSpeed copies gradients into a bucket before it sends
-    them: in fp32, at stage 2 in the weights' type with a copy in fp32. A layer's tensor above the bucket's size is sent
-    alone. The copied gradient exists besides, in the weights' type. At stage 3 DeepSpeed also keeps up to
-    LIVE_PARAMETERS gathered, and at least a module: the experts of a layer are a module, and so are their gradients
-    when sent alone. For weights sent straight into engines `sending_bytes` counts."""
+    """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
+    copy in fp32. A larger tensor is sent alone. The copied gradient exists besides, in the weights' type. At stage 3
+    DeepSpeed also keeps up to LIVE_PARAMETERS gathered, but never less than a module, such as a layer's experts."""
     size, parts = BYTES[config.trainer.dtype], config.trainer.expert_parallel * config.trainer.tensor_parallel
     model = replace(model, part=model.part // parts, part_tensor=model.part_tensor // parts)
     buckets: float = sending_bytes(size * model.largest) if config.weights.direct else 0
@@ -246,9 +184,8 @@ def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float
 
 
 def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: bool, longest: int) -> float:
-    """Return the peak of the backward pass, in the layers (activations.py) or in the output layer, where the saved
-    activations of all layers still exist. The output layer takes AT_ONCE logits at a time, and makes fp32 gradients of
-    the hidden states and of its weight (areal.training.head)."""
+    """The most that exists at once, in the backward pass either of the layers (activations.py) or of the output layer.
+    The output layer takes AT_ONCE logits at a time, and makes a gradient of the hidden states in fp32 (head.py)."""
     trainer, layers = config.trainer, model.checkpointed if checkpointing else model.activations
     size = BYTES[trainer.dtype]
     tokens = math.ceil(row_tokens(config, ranks, longest) / trainer.sequence_parallel)
@@ -271,63 +208,46 @@ class Planner:
     device_bytes: float
 
     def plan(self) -> Plan:
-        """Return the fastest split with room for training. Raises UserError if no split has room. The message names the
-        changes of keys that would make training fit, the least change first."""
-        if found := self.fastest():
-            return found
-        if not (splits := self._splits()):
-            raise UserError(
-                f"{self.devices} devices cannot be split into generators of {self.config.generator.tensor_parallel} "
-                f"devices and trainer ranks in multiples of {self._together} "
-                f"(trainer.sequence_parallel, trainer.expert_parallel, trainer.tensor_parallel): take another number "
-                f"of devices."
-            )
-        needed = training_memory(self.config, self.model, splits[0][1], 3, True, self.work.sequence).total
-        others = ", ".join(map(str, self.alternatives()))
-        more = (
-            "take more devices, trainer.lora, a lower trainer.max_tokens_per_microbatch, or more trainer.microbatches"
-        )
-        raise UserError(
-            f"Training does not fit: on {splits[0][1]} devices each needs {needed / GIB:.1f} GiB of its "
-            f"{self._room / GIB:.1f} at ZeRO 3 with checkpointing: {f'it fits with {others}' if others else more}."
-        )
+        """The split with the highest throughput, among the splits in which training fits, at the lowest ZeRO stage that
+        fits, with checkpointing if it must. Raises UserError if training fits in no split.
 
-    def fastest(self) -> Plan | None:
-        """Return the split with the highest throughput among the splits with room for training, or None.
-
-        Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device does both, at
-        the rate g t / (g + t). Training has the lowest ZeRO stage that fits, with checkpointing if it must."""
+        Throughput is min(x g, (n - x) t) if x of n devices generate, or g t / (g + t) on one device in turns."""
         n, share = self.config.generator.tensor_parallel, SHARED if self._alone else GENERATOR_SHARE
         generation, most = self.generation_memory(share), self.config.generator.max_concurrent_rollouts
         *_, room, of_sequence = generation.values()
-        of_mean = of_sequence * (self.work.prompt + self.work.mean) / self.work.sequence
-        sequences = min(most, int(room / of_mean)), int(room / of_sequence)
+        sequences = min(most, int(room / of_sequence * self.work.sequence / (self.work.prompt + self.work.mean)))
         plans = []
         for count, ranks in self._splits():
-            for way in islice(self._ways(ranks), 1):
+            if way := next(self._ways(ranks), None):
                 g, t = count * n * self.work.generation_rate, ranks * self.work.training_rate
                 throughput = g * t / (g + t) if self._alone else min(g, t)
-                received = traffic(self.config, self.model, ranks, *way[:2], self.work.sequence)
-                plans.append(Plan(count, n, ranks, *way, generation, share, *sequences, g, t, throughput, received))
-        return max(plans, key=lambda split: split.throughput, default=None)
+                plans.append(Plan(count, n, ranks, *way, generation, share, sequences, g, t, throughput))
+        if not plans:
+            raise UserError(self._refusal())
+        return max(plans, key=lambda split: split.throughput)
 
-    def alternatives(self) -> list[Plan]:
-        """Return the plans with room for training under changed keys of `trainer`, the least change first. A larger
-        value of a key, or a further key, is left out if it gives no more tokens/s."""
-        plans: list[Plan] = []
-        for changes in self._changes():
-            trainer = self.config.trainer.model_copy(update=changes)
-            found = replace(self, config=self.config.model_copy(update={"trainer": trainer})).fastest()
-            if found and not any(changes.keys() & p.changes.keys() and found.throughput <= p.throughput for p in plans):
-                plans.append(replace(found, changes={k: v for k, v in changes.items() if k != "zero_stage"}))
-        return plans
+    def _refusal(self) -> str:
+        """The sentence for the user if training fits in no split."""
+        if not (splits := self._splits()):
+            return (
+                f"{self.devices} devices cannot be split into generators of {self.config.generator.tensor_parallel} "
+                f"devices and trainer ranks in multiples of {self._together} (trainer.sequence_parallel, "
+                f"trainer.expert_parallel, trainer.tensor_parallel): take another number of devices."
+            )
+        ranks = splits[0][1]
+        needed = training_memory(self.config, self.model, ranks, 3, True, self.work.sequence).total
+        return (
+            f"Training does not fit: on {ranks} devices each needs {needed / GIB:.1f} GiB of its "
+            f"{self._room / GIB:.1f} at ZeRO 3 with checkpointing: take trainer.offload=optimizer, trainer.lora, more "
+            f"trainer.sequence_parallel, a lower trainer.max_tokens_per_microbatch, or more devices."
+        )
 
     def generation_memory(self, share: float = GENERATOR_SHARE) -> dict[str, float]:
-        """Return the bytes of a generator's device, by part. share: the generator's share of the device. The KV of a
-        token is divided among at most as many devices as it has heads. A token of a step takes its hidden states, and
-        three times the MLP's divided width; a sampled sequence takes its logits and log-probs in fp32.
+        """Bytes of one device of a generator, which has a `share` of the device. Raises UserError if the weights, or
+        the KV of one sequence, do not fit.
 
-        Raises UserError if the weights, or the KV of a single sequence, do not fit."""
+        The KV of a token is divided among at most as many devices as it has heads. A token of a step takes its hidden
+        states and three times the width of the MLP, which is divided; a sampled sequence its logits in fp32."""
         generator, model, longest = self.config.generator, self.model, self.work.sequence
         n, size = generator.tensor_parallel, BYTES[generator.dtype]
         weights = size * model.parameters / n
@@ -347,41 +267,26 @@ class Planner:
         return parts | {"KV cache of a sequence of full length": of_sequence}
 
     @property
-    def _alone(self) -> bool:
-        """Whether generator and trainer share a single device."""
+    def _alone(self) -> bool:  # whether one device has both a generator and the trainer
         return self.devices == self.config.generator.tensor_parallel == 1
 
     @property
-    def _together(self) -> int:
-        """The least number of ranks that compute together. The number of ranks is a multiple of it."""
+    def _together(self) -> int:  # the number of ranks is a multiple
         trainer = self.config.trainer
         return math.lcm(trainer.sequence_parallel, trainer.expert_parallel, trainer.tensor_parallel)
 
     @property
-    def _room(self) -> float:
-        """Bytes of a device for training."""
+    def _room(self) -> float:  # bytes of a device for training
         return (TRAINER_SHARE - (SHARED if self._alone else 0)) * self.device_bytes
 
-    def _changes(self) -> Iterator[dict[str, Any]]:
-        """Yield changes of the trainer's settings that take memory from a device: single changes, then pairs."""
-        trainer, model = self.config.trainer, self.model
-        if not trainer.microbatches and self.work.sequence < trainer.max_tokens_per_microbatch:
-            yield {"max_tokens_per_microbatch": self.work.sequence}
-        optimizer: list[dict[str, Any]] = [{"offload": "optimizer"}] if trainer.offload == "none" else []
-        several = [n for n in TOGETHER if n > trainer.sequence_parallel and model.heads and not model.heads % n]
-        together = [{"sequence_parallel": n} for n in several if not (model.kv_heads % n and n % model.kv_heads)]
-        yield from (*optimizer, *together, *(one | other for one in optimizer for other in together))
-        if trainer.offload != "all":
-            yield {"offload": "all", "zero_stage": 3}
-
     def _splits(self) -> list[tuple[int, int]]:
-        """Return pairs of the numbers of generators and ranks. Ranks are whole groups that compute together."""
+        """Numbers of generators and of ranks. Ranks are whole groups that compute together."""
         n, together = self.config.generator.tensor_parallel, self._together
         pairs = [(count, self.devices - n * count) for count in range(1, (self.devices - 1) // n + 1)]
         return [(count, ranks) for count, ranks in ([(1, 1)] if self._alone else pairs) if not ranks % together]
 
     def _ways(self, ranks: int) -> Iterator[tuple[int, bool, TrainingMemory]]:
-        """Yield ZeRO stage, checkpointing and memory of each way to train with `ranks` ranks, cheapest first."""
+        """ZeRO stage, checkpointing and memory of the ways to train that fit on so many ranks, the cheapest first."""
         trainer = self.config.trainer
         first = 1 if trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
         stages = range(max(first, trainer.zero_stage), 4) if ranks > 1 else [first]

@@ -13,7 +13,7 @@ from support.tiny_training import settings
 from areal.base.errors import UserError
 from areal.config import load_config
 from areal.config.data_section import RowsConfig
-from areal.extensions.desk.plan import read_modules
+from areal.extensions.desk.bare_models import read_modules
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.training.training_engine import TrainingEngine
