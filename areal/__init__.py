@@ -1,7 +1,7 @@
-"""The library: configuration, data, ledger, algorithms, engines and reports; no actors and none of their messages.
+"""The library: configuration, data, ledger, algorithms, engines and reports; no actors and no messages.
 
-What users of Python import from here (areal docs running) is loaded when it is first used: `train`, `start` and
-`join`, which make the process an actor of a run, `Config`, `load_config`, `dump_config` and `UserError`.
+The names for users of Python (areal docs running) are loaded at their first use: `train`, `start` and `join`, which
+make the process an actor of a run, `Config`, `load_config`, `dump_config` and `UserError`.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal.cpu.processor import use_avx512
 
-use_avx512()  # here, so that it comes before any import of torch
+use_avx512()  # before any import of torch
 
 _LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.live_run")
 _LATE |= dict.fromkeys(("Config", "dump_config", "load_config"), "areal.config") | {"UserError": "areal.base.errors"}
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> object:
         try:
             return version("areal-as-actors") + _commit()
         except PackageNotFoundError:
-            return "unknown"  # a clone whose packages were installed by hand
+            return "unknown"  # a clone with packages installed by hand
     if name not in _LATE:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
     if _LATE[name].startswith("actors."):
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
 
 
 def _commit(git: Path = Path(__file__).parent.parent / ".git") -> str:
-    """In a clone, its last commit, as a local part of the version: versions that were never released are many."""
+    """Return the last commit of a clone, as a local part of the version: many versions were never released."""
     try:
         head = (git / "HEAD").read_text().split()[-1]  # a commit, or the name of a branch
         if "/" in head and (git / head).exists():

@@ -1,4 +1,4 @@
-"""`areal TOOL`: run.py, and the command-line tools besides it. Each room declares its own in its `commands.py`."""
+"""`areal TOOL`: run.py, and further command-line tools. A room declares its tools in its `commands.py`."""
 
 import difflib
 import os
@@ -17,12 +17,12 @@ from areal.base.processes import START, LenientOutput, check_packages
 from areal.base.text import sentences_on, shown
 from areal.config import advice
 
-# What run.py does, also by its other name.
+# Names of the tool that does the same as run.py.
 RUN = ["run", "train"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one tool. Returns the exit status, 2 for a user error."""
+    """Run a tool. Returns the exit status, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
     sys.stderr = sentences_on(sys.stderr)
@@ -41,7 +41,7 @@ def _run(words: list[str]) -> int:
     if words and (close := _close_tool(parser, words[0])):
         parser.error(f"there is no tool {words[0]!r}: did you mean {close!r}?")
     options, further = parser.parse_known_args(words)
-    # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
+    # argparse takes positional arguments only once, so arguments after `MODEL --option` are left over.
     if any(word.startswith("-") for word in further) or (further and "overrides" not in options):
         parser.error(f"unrecognized arguments: {' '.join(further)}{advice(further[0], words)}")
     if further:
@@ -52,7 +52,7 @@ def _run(words: list[str]) -> int:
 
 
 def _close_tool(parser: ArgumentParser, word: str) -> str | None:
-    """The tool whose name is closest to a word that names none."""
+    """Return the tool with the name closest to an unknown word."""
     names = [name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices]
     close = difflib.get_close_matches(word, names, 1)
     return close[0] if close and word not in names else None
@@ -87,14 +87,14 @@ def command_line() -> ArgumentParser:
 
 
 def complete(options: Namespace) -> None:
-    """`areal completion`: print the shell's code that completes tools, their options, and files."""
+    """`areal completion`: print the shell code that completes tools, options, and files."""
     with explain(ImportError, "The completion needs shtab: pip install shtab."):
         import shtab
 
     parser = command_line()
     tools = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     start = import_module("actors.start.run_command")
-    start.add_options_of_run(tools[RUN[0]].add_argument)  # those of its other name, too
+    start.add_options_of_run(tools[RUN[0]].add_argument)  # also the options of the other name
     start.add_options_of_role(tools[RUN[0]].add_argument)
     for action in (action for tool in tools.values() for action in tool._actions if action.type is Path):
         action.complete = shtab.DIRECTORY if action.metavar == "RUN_FOLDER" else shtab.FILE

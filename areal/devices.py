@@ -24,19 +24,19 @@ ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
 SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
 DEVICE_FILES = Path("/dev")
 VMSTAT = Path("/proc/vmstat")
-# Where control groups are, and which this process is in. A container sees its own group as the topmost one.
+# The folder of control groups, and the list of this process's groups. A container sees its own group as the topmost.
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # By version (2, and 1): the files of a group with its limit and its use, and the line of memory.stat with cached files.
 GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what torch reads
-ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # read by torch
+ASK_SECONDS = 60.0  # timeout of nvidia-smi; waking an idle driver may take half of it
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES or, if unset, the driver's numbers."""
+    """Return the GPUs for this process, by their names in CUDA_VISIBLE_DEVICES or, if unset, the driver's numbers."""
     if VISIBLE in os.environ:
         named = [device.strip() for device in os.environ[VISIBLE].split(",")]
         return [device for device in named if device not in ("", "-1")]
@@ -44,20 +44,20 @@ def visible_devices() -> list[str]:
 
 
 def host_memory() -> int:
-    """The memory of this machine in bytes, or of a control group of this process if that is less."""
+    """Return the memory of this machine in bytes, or of a smaller control group of this process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *(limit for limit, _ in _groups())])
 
 
 def free_memory() -> int:
-    """What processes may still take of `host_memory`, in bytes."""
+    """Return the bytes of `host_memory` that are still free."""
     free = int(psutil.virtual_memory().available)
     return min([free, *(max(0, limit - used) for limit, used in _groups())])
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """The limit of each control group that limits this process, and the bytes in use there but for files' cache. A
-    scheduler such as Slurm sets it in a group far below the topmost one."""
+    """Yield the limit of each control group of this process, and the bytes in use there without cached files. A
+    scheduler such as Slurm sets its limit in a group far below the topmost group."""
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, version, path = line.split(":", 2)
@@ -65,7 +65,7 @@ def _groups() -> Iterator[tuple[int, int]]:
                 top = GROUPS / version
                 group = top / path.lstrip("/")
                 for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
-                    with contextlib.suppress(OSError, ValueError):  # it has no limit
+                    with contextlib.suppress(OSError, ValueError):  # the group has no limit
                         yield _limit_and_use(folder, *GROUP_FILES[version])
 
 
@@ -76,7 +76,7 @@ def _limit_and_use(group: Path, limit: str, use: str, cache: str) -> tuple[int, 
 
 
 def memory_kills() -> int:
-    """How many processes the kernel of this machine has killed for lack of memory; 0 if it does not say."""
+    """Return how many processes the kernel of this machine has killed for lack of memory; 0 if unknown."""
     with contextlib.suppress(OSError):
         if count := re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.MULTILINE):
             return int(count[1])
@@ -84,14 +84,14 @@ def memory_kills() -> int:
 
 
 def transfer_backend() -> str:
-    """The backend of vLLM's weight transfer by which a trainer sends into engines on machines like this one."""
+    """Return the backend of vLLM's weight transfer from a trainer into engines on this machine."""
     return "nccl" if visible_devices() else "gloo"
 
 
 @cache
 def listed_devices() -> Sequence[str]:
-    """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as
-    in some containers, its device files count, or else what torch sees if it is loaded."""
+    """Return all GPUs. The driver is asked once in a process, since an answer may take long. Without the driver's tool,
+    as in some containers, its device files count, or the devices of torch if it is loaded."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=ASK_SECONDS)
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
@@ -102,14 +102,14 @@ def listed_devices() -> Sequence[str]:
 
 
 def set_allocator() -> None:
-    """Have torch take a GPU's memory in segments that grow, unless the user has set its allocator: rows of many lengths
-    would fragment others. For processes that train; torch reads it when it is imported."""
+    """Have torch take a GPU's memory in segments that grow, unless the user has set the allocator: rows of many lengths
+    would fragment fixed segments. For processes that train; torch reads the setting at import."""
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (one
+    """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (an
     entry per actor). Raises UserError if there are too few GPUs."""
     devices = visible_devices() if any(role_of(name).devices(config, 0) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
@@ -119,17 +119,17 @@ def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether this process, a trainer or a generator, uses devices that the other one uses, too."""
+    """Return whether this process, a trainer or a generator, shares its devices with the other role."""
     return config.colocate or SHARES in os.environ
 
 
 def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return CUDA_VISIBLE_DEVICES for each actor in `roles` (one entry per actor) that uses GPUs.
+    """Return CUDA_VISIBLE_DEVICES for each actor in `roles` (an entry per actor) that uses GPUs.
 
-    Each gets the next GPUs, in the order of ROLES. With `colocate` each role begins with the first one. Otherwise no
-    GPU is given to two actors, but for a single one, which a trainer of one rank and one generator share. Without
-    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs, and if two that
-    share one would send weights by NCCL.
+    An actor gets the next GPUs, in the order of ROLES. With `colocate` each role begins with the first GPU. Otherwise
+    no GPU is given to two actors, except a single GPU, which a trainer of one rank and one generator share. Without
+    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs, or if two actors
+    on one GPU would send weights by NCCL.
     """
     if not devices:
         return {}
@@ -164,12 +164,12 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
 
 
 def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> dict[str, list[int]]:
-    """Return the cores of the engine of each generator in `roles` (one entry per actor), by actor.
+    """Return the cores of the engine of each generator in `roles` (an entry per actor), by actor.
 
-    The result is empty unless all engines, also those of scorers, and the trainer together need exactly all `cores`
-    (without a trainer: all but one) at the same time. In that case any other process that wakes up preempts an
-    engine or the trainer, and it should preempt the trainer: on two cores this makes a run a fifth faster, and
-    generation alone a third. If there are cores to spare, the kernel finds a free one itself.
+    The result is empty unless the trainer and all engines, including scorers', need exactly all `cores` at the same
+    time (without a trainer: all but one). In such a run any other process that wakes up preempts an engine or the
+    trainer. The process should preempt the trainer: on two cores this makes a run a fifth faster, and generation alone
+    a third. If cores are free, the kernel finds a free core.
     """
     core_ids = sorted(cores)
     count = roles.count("generator")
@@ -182,15 +182,15 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
 
 
 def threads_of_scorers(config: Config) -> int:
-    """How many threads the engines of all scorers that a run starts have on a machine without GPUs."""
+    """Return how many threads the engines of a run's scorers have on a machine without GPUs."""
     return sum(config.scorers[name].threads * config.scorers[name].devices for name in config.scorer_uses.started)
 
 
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the environment variable of each generator in `roles` with the cores that only its engine may use.
+    """Return the environment variable of each generator in `roles` with the cores for its engine alone.
 
-    The result is empty if `engine_cores` assigns none, or if there are GPUs. Otherwise this also sets CORES, the
-    remaining cores, in the environment of this process and so of all actors.
+    The result is empty if `engine_cores` assigns none, or if there are GPUs. Otherwise the function also sets CORES,
+    the remaining cores, in the environment of this process and so of all actors.
     """
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     dealt = engine_cores(config, roles, cores)
@@ -201,13 +201,13 @@ def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, 
 
 
 def settle(variable: str) -> None:
-    """Move this process, its threads and its future children to the cores in the environment variable, if it is set.
+    """Move this process, its threads and its future children to the cores in the environment variable, if set.
 
-    Call it once the process has started, because starting is slow and should use all cores. The objects that exist now
-    are excluded from garbage collection: going through vLLM's objects took half a second each time.
+    Call it after the start of the process, because a start is slow and should use all cores. Existing objects are
+    excluded from garbage collection: going through vLLM's objects took half a second each time.
     """
     gc.freeze()
-    atexit.unregister(gc.unfreeze)  # register it once: the simulator has thousands of actors in a process
+    atexit.unregister(gc.unfreeze)  # register once: the simulator has thousands of actors in a process
     atexit.register(gc.unfreeze)  # otherwise some libraries report the objects left at exit as leaks
     if variable in os.environ:
         cores = {int(core) for core in os.environ[variable].split(",")}

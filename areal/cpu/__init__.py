@@ -1,1 +1,1 @@
-"""What makes vLLM and DeepSpeed run, and run fast, on machines without a GPU. With one, only `use_avx512` is called."""
+"""Makes vLLM and DeepSpeed run, and run fast, on machines without a GPU. With a GPU, only `use_avx512` is called."""

@@ -1,4 +1,4 @@
-"""DeepSpeed on the CPU: its environment, and what it would compile."""
+"""DeepSpeed on the CPU: its environment, and its compiled op."""
 
 import os
 
@@ -9,8 +9,8 @@ from areal.cpu.processor import avoid_broken_amx
 def set_environment(dtype: str) -> None:
     """Set the environment variables that DeepSpeed reads at import. dtype: the model's."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # If a folder of PATH may not be read, a program that is nowhere is "not permitted" in place of "not found", which
-    # is all that DeepSpeed expects of `numactl`.
+    # DeepSpeed expects that the missing program `numactl` is "not found". If PATH has an unreadable folder, the error
+    # is "not permitted" instead.
     folders = os.environ.get("PATH", "").split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(folder for folder in folders if os.access(folder, os.X_OK))
     if dtype == "bfloat16":
@@ -18,14 +18,14 @@ def set_environment(dtype: str) -> None:
 
 
 def load_libraries() -> None:
-    """Import what an engine needs, so that processes forked from this one have it."""
+    """Import the libraries of an engine, for processes that are forked from this process."""
     set_environment("float32")
     with importing():
         import deepspeed  # noqa: F401
 
 
 def compile_no_op() -> None:
-    """Keep DeepSpeed from compiling its op for ranks on one machine, for about a minute: it is for inference alone."""
+    """Keep DeepSpeed from compiling, for about a minute, its op for ranks of one machine: only inference uses it."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {}

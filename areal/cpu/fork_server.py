@@ -1,8 +1,8 @@
 """Starts vLLM's engine process by forking a process that has imported vLLM: Python's fork server.
 
-vLLM would start it by `spawn`. It would then import vLLM only when the process that starts it has done so and has made
+vLLM would use `spawn`, and would import vLLM in the new process only after its parent has imported vLLM and has made
 the configuration: 8 s of CPU one after the other. The fork server itself is forked from a process that has imported
-vLLM, if that has a single thread. Otherwise it is a new process that imports vLLM beside this one.
+vLLM, if the process has a single thread. Otherwise a new process imports vLLM at the same time.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ import setproctitle
 
 from areal.base.processes import importing
 
-IMPORTED = ["vllm.v1.engine.core", "areal.generation.vllm_worker"]
+IMPORTED = ["vllm.v1.engine.core", "areal.generation.vllm_worker", "areal.generation.gathering_scheduler"]
 
 PRELOAD = "LD_PRELOAD"
-# The environment variables that are read when libraries are loaded begin with one of these.
+# Prefixes of the environment variables that are read when libraries are loaded.
 READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", PRELOAD, "TORCH_", "TORCHDYNAMO_", "HF_", "PYTHON")
 
-# Of glibc's mallopt, by the environment variable.
+# Options of glibc's mallopt, by environment variable.
 MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 
 _spawn = util.spawnv_passfds
-_environment: dict[str, str] = {}  # of these, as they were when the fork server was started
+_environment: dict[str, str] = {}  # variables with these prefixes at the start of the fork server
 
 
 def start_fork_server() -> None:
-    """Start the fork server if it does not run yet (Linux only). The environment must be that of the engine already, as
-    far as it is read when libraries are loaded. A process with a single thread imports vLLM here."""
+    """Start the fork server unless it runs (Linux only). The variables in READ_EARLY must already have the engine's
+    values. A process with a single thread imports vLLM here."""
     if _environment or sys.platform != "linux":
         return
     _preload_openmp()
@@ -59,9 +59,9 @@ def start_fork_server() -> None:
 
 
 def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """In place of multiprocessing.util.spawnv_passfds: run the last of `args`, which is Python, in a fork of this
-    process, with these open files and no others. Returns the process id."""
-    gc.freeze()  # else garbage collection in the child would copy every page that it shares with this process
+    """Replace multiprocessing.util.spawnv_passfds: run the last of `args`, Python code, in a fork of this process with
+    only the files `passfds` open. Returns the process id."""
+    gc.freeze()  # otherwise garbage collection in the child would copy every shared page
     if pid := os.fork():
         return pid
     util.spawnv_passfds = _spawn  # an engine of several devices spawns its workers
@@ -75,7 +75,7 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         exec(args[-1])
     except SystemExit:  # this process has ended
         pass
-    except BaseException:  # of the code in `args`, which has no caller here
+    except BaseException:  # the code in `args` has no caller here
         traceback.print_exc()
     finally:
         os._exit(0)
@@ -83,8 +83,8 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def forked_engines() -> Iterator[None]:
-    """Inside the block vLLM starts engine processes by the fork server. It does not if that does not run, or if an
-    environment variable has changed that was read when it loaded libraries."""
+    """Have vLLM start engine processes by the fork server inside the block. Changes nothing if the fork server does not
+    run, or if an environment variable has changed that the fork server's libraries have read."""
     from vllm.v1.engine import utils
 
     if _read_early() != _environment:
@@ -106,11 +106,11 @@ class _Context(ForkServerContext):
 
 
 def _begin(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
-    """The engine process. Its environment gets what was added since the fork server was started."""
-    # Of the rest even a write of the same value would move it, and setproctitle finds its room by where all of it is.
+    """Run the engine process. Its environment gets the variables added since the start of the fork server."""
+    # Writing an unchanged variable would move it too, and setproctitle finds its room by the places of all variables.
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     libc = ctypes.CDLL(None)
-    for name, option in MALLOPT.items():  # glibc has read them when the fork server's own program was started
+    for name, option in MALLOPT.items():  # glibc reads these variables only at the start of a program
         if (value := environment.get(name, "")).isdecimal():
             libc.mallopt(option, int(value))
     target(**kwargs)
@@ -121,7 +121,7 @@ def _read_early() -> dict[str, str]:
 
 
 def _preload_openmp() -> None:
-    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one."""
+    """Load PyTorch's libgomp first, here and in engine processes, to keep vLLM's kernels from loading another."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch, loaded = Path(spec.origin).parent, os.environ.get(PRELOAD, "")

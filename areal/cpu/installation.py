@@ -1,4 +1,4 @@
-"""`areal install-cpu`: what a machine without a GPU needs besides the wheel, and `pip install` cannot choose."""
+"""`areal install-cpu`: installs packages for machines without GPUs that `pip install` cannot choose for the wheel."""
 
 import re
 import shlex
@@ -13,15 +13,15 @@ from areal.base.errors import UserError, explain
 from areal.config.reading import CONFIGS
 
 UV = "uv==0.13.9"
-# PyTorch's own build for CPUs. Where pip finds none, that of PyPI is installed, which is 2.3 GB larger.
+# PyTorch's own build for CPUs. If pip finds none, PyPI's build is installed, which is 2.3 GB larger.
 TORCH = "torch==2.13.0+cpu"
 TORCHVISION = "torchvision==0.28.0"
 NUM2WORDS = "num2words==0.5.14"
 
 
 def commands() -> list[list[str]]:
-    """The commands, one after another. The second may fail, where pip finds no build for CPUs. Raises UserError if this
-    is no installed package."""
+    """Return the commands in order. The second command may fail if pip finds no build for CPUs. Raises UserError if the
+    package is not installed."""
     with explain(PackageNotFoundError, "This is no installed package: `make setup` installs a clone."):
         listed = requires("areal-as-actors") or []
     packages = [name.partition(";")[0].strip() for name in listed if re.search(r"extra == .cpu.", name)]
@@ -31,15 +31,15 @@ def commands() -> list[list[str]]:
 
 
 def vision_commands() -> list[list[str]]:
-    """The commands for models with vision: torchvision, which vLLM needs, unless it is there, and what SmolVLM's
-    processor imports. The first may fail, where pip finds no build for CPUs."""
+    """Return the commands for models with vision: torchvision for vLLM, unless installed, and the imports of SmolVLM's
+    processor. The first command may fail if pip finds no build for CPUs."""
     pip = [sys.executable, "-m", "pip", "install"]
     builds = [] if import_fault("torchvision") is None else [f"{TORCHVISION}+cpu", TORCHVISION]
     return [*([*pip, "--no-deps", build] for build in builds), [*pip, NUM2WORDS]]
 
 
 def install(options: Namespace) -> None:
-    """Run the commands, or print them. Raises UserError if one fails that may not."""
+    """Run the commands, or print them. Raises UserError if a required command fails."""
     chosen = vision_commands() if options.vision else commands()
     if options.print:
         print(*map(shlex.join, chosen), sep="\n")
@@ -53,8 +53,8 @@ def install(options: Namespace) -> None:
 
 
 def declare_operators() -> None:
-    """Let torchvision be imported. PyPI's build does not load its operators beside PyTorch's build for CPUs; no model
-    here calls them, but torchvision wants them declared. Raises UserError if it still cannot be imported."""
+    """Make torchvision importable. PyPI's build does not load its operators beside PyTorch's build for CPUs. No model
+    here calls the operators, but torchvision wants them declared. Raises UserError if the import still fails."""
     if import_fault("torchvision") is None:
         return
     spec = find_spec("torchvision")
@@ -66,7 +66,7 @@ def declare_operators() -> None:
 
 
 def import_fault(package: str) -> str | None:
-    """The last line of what Python says if it cannot import a package, or None. In a process of its own: an import that
-    failed leaves parts behind."""
+    """Return the last line of Python's error if it cannot import a package, or None. Runs another process, since a
+    failed import leaves parts behind."""
     process = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
     return process.stderr.strip().splitlines()[-1] if process.returncode else None

@@ -1,6 +1,6 @@
 """Inside vLLM's processes on the CPU: packed weights, and kernels that replace vLLM's when this module is imported.
 
-`areal.generation.vllm_worker` imports this module. Nothing else should, since that imports vLLM.
+`areal.generation.vllm_worker` imports this module. Nothing else should, since the import includes vLLM.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from areal.cpu.processor import without_amx
 NORM_LANES = 16
 # Up to this size, an engine keeps its linear weights twice: as in the files, and packed.
 SMALL_BYTES = 2**30
-# fp32 weights of up to this number of elements are not packed.
+# fp32 weights with at most this number of elements are not packed.
 SMALL_WEIGHT = 1 << 17
 
 if without_amx():
@@ -35,7 +35,7 @@ if without_amx():
 
 class RestartingGenerator(torch.Generator):
     """The random numbers of a request with a seed. vLLM takes a draw back if its step sampled no token, as in the midst
-    of a long prompt. torch cannot do that on the CPU. Here the numbers begin anew, as no token was drawn before."""
+    of a long prompt. torch cannot do so on the CPU. Here the numbers begin anew: no token was drawn before."""
 
     def get_offset(self) -> int:
         return 0
@@ -52,18 +52,17 @@ def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: i
     return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % NORM_LANES == 0
 
 
-# vLLM has CPU kernels for these norms, but uses its kernels on GPUs only. On the CPU it runs six torch operators per
-# norm, which is a seventh of a small model's time. `engine_arguments` selects this provider by name.
+# vLLM has CPU kernels for these norms, but calls them on GPUs only. On the CPU vLLM runs six torch operators per norm,
+# a seventh of a small model's time. `engine_arguments` selects this provider by name.
 
 
 @ir.ops.rms_norm.register_impl(
-    "cpu_kernel",
-    supports_args=lambda x, weight, epsilon, variance_size=None: _kernel_takes(x, weight, variance_size),
+    "cpu_kernel", supports_args=lambda x, weight, epsilon, variance_size=None: _kernel_takes(x, weight, variance_size)
 )
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    x = x.contiguous()  # the kernel assumes this
+    x = x.contiguous()  # the kernel assumes contiguous rows
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, weight, epsilon)
     return normed
@@ -90,13 +89,13 @@ def fused_add_rms_norm(
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Each request's value, once for each of its guessed tokens. cu_num_tokens: the sums of their numbers."""
+    """Repeat the value of a request for each of its guessed tokens. cu_num_tokens: cumulative numbers of tokens."""
     numbers = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(numbers)
 
 
-# vLLM's own for the CPU (0.32) writes its result into a copy, and returns memory as it is. Guessed tokens would be
-# accepted at any temperature, with log-probs of that temperature.
+# vLLM's function for the CPU (0.32) writes its result into a copy, and returns uninitialised memory. Guessed tokens
+# would be accepted at any temperature, with log-probs of the wrong temperature.
 rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
@@ -104,11 +103,11 @@ _pack_for_cpu = utils.dispatch_cpu_unquantized_gemm
 
 
 def choose_product(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Set the function that multiplies with a layer's weight; vLLM calls this when the weights are loaded.
+    """Set the function that multiplies with a layer's weight. vLLM calls this when the weights are loaded.
 
     vLLM's choice is oneDNN, with packed weights. For each new number of tokens in a step, oneDNN compiles a kernel,
     which takes 0.2 to 0.5 ms: longer than the product with a small matrix. MKL compiles nothing, and is as fast on
-    these. With it the engine of the quickstart takes 6 to 14 % less CPU time.
+    small matrices. With MKL the engine of the quickstart takes 6 to 14 % less CPU time.
     """
     weight = layer.weight
     small = weight.ndim == 2 and weight.numel() <= SMALL_WEIGHT
@@ -153,8 +152,8 @@ def rotate(
     return query_out.view(query.shape), key_out if key is None else key_out.view(key.shape)
 
 
-# vLLM's own for the CPU (0.32) takes a query with an axis of heads, as latent attention has it, for one of a single
-# head. Log-probs of DeepSeek-V3 were 0.4 to 1.3 nats off.
+# vLLM's function for the CPU (0.32) takes a query with an axis of heads, as in latent attention, for a single head.
+# Log-probs of DeepSeek-V3 were 0.4 to 1.3 nats off.
 RotaryEmbedding.forward_cpu = rotate
 
 
@@ -162,11 +161,11 @@ Unpacked = dict[torch.nn.Module, torch.nn.Parameter]
 
 
 def unpacked_weights(model: torch.nn.Module) -> Unpacked | None:
-    """Parameters into which the weights of packed linear layers are loaded before they are packed, by layer. None if
-    vLLM's own reload has to be used.
+    """Return, by layer, the parameters that receive the weights of packed linear layers before packing. None if vLLM's
+    own reload has to be used.
 
     vLLM's own reload takes every layer apart and puts it together again, in Python: 30 ms of a small model's update.
-    Unquantized layers do not need this, they only have to be packed again.
+    Unquantized layers only have to be packed again.
     """
     unpacked = {}
     for layer in model.modules():
@@ -195,16 +194,16 @@ def load_and_pack(model: torch.nn.Module, unpacked: Unpacked, tensors: Iterator[
 
 
 def pack_heads(model: torch.nn.Module) -> None:
-    """To call after weights were loaded. A tied head has no weights of its own in the file, so vLLM's reload does not
-    pack it again, and the head would still multiply by the old embedding."""
+    """Pack tied heads after a load. The file has no weights for a tied head, so vLLM's reload does not pack the head
+    again, and the head would still multiply by the old embedding."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """To call before vLLM's reload. vLLM (0.32) packs the weights of experts only with the first kernel that it makes
-    of them. With the next ones it would multiply as they are in the files."""
+    """Forget packed experts before vLLM's reload. vLLM (0.32) packs the weights of experts only with its first kernel.
+    A later kernel would multiply by unpacked weights."""
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None

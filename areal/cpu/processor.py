@@ -1,6 +1,6 @@
-"""What libraries get wrong about the processor: AMX that is announced but broken, and AVX-512 of AMD.
+"""Corrects what libraries assume about the processor: AMX that is announced but broken, and AVX-512 of AMD.
 
-Some virtual machines announce Intel's AMX but kill what uses it (SIGILL). A child process tries a bf16 operation.
+Some virtual machines announce Intel's AMX but kill its users (SIGILL). A child process tries a bf16 operation.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from areal.base.processes import cache_folder
 
 CPU = Path("/proc/cpuinfo")
 COMPILERS = ("cc", "gcc", "clang", "c++", "g++")
-# It takes a twentieth of a second.
+# A compilation takes a twentieth of a second.
 COMPILE_SECONDS = 60.0
 
 _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
-# oneDNN's limit on the instruction set, and its value without AMX. For other libraries: `without_amx`.
+# oneDNN's limit on the instruction set, and the values without and with AMX. For other libraries: `without_amx`.
 _ISA, _WITHOUT_AMX, _WITH_ALL = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "DEFAULT"
 
 
@@ -35,15 +35,15 @@ def use_avx512() -> None:
 
 
 def hides_avx512() -> bool:
-    """Whether MKL takes this processor for one without AVX-512, which it has: it trusts Intel's alone."""
+    """Return whether MKL ignores AVX-512 on this processor: MKL trusts Intel's processors alone."""
     return "avx512f" in _cpu_flags() and of_first_core("vendor_id") != "GenuineIntel"
 
 
 def mkl_library(folders: Sequence[Path] = ()) -> Path | None:
-    """`mkl.c`, compiled at its first use, beside the source or else in the user's cache, or in the first of `folders`
-    that takes files. None: there is no C compiler, or no folder for the result.
+    """Return the library of `mkl.c`, compiled at the first use, beside the source or else in the user's cache, or in
+    the first writable one of `folders`. None without a C compiler or a folder for the result.
 
-    Several processes may do this at once: each renames a whole file of its own to the name that all use.
+    Several processes may compile at once: each renames a whole file to the common name.
     """
     source = Path(__file__).with_name("mkl.c")
     digest = hashlib.blake2b(source.read_bytes(), digest_size=4).hexdigest()
@@ -55,12 +55,12 @@ def mkl_library(folders: Sequence[Path] = ()) -> Path | None:
 
 
 def own_folders() -> list[Path]:
-    """Where a compiled file may lie: beside this one, and in the user's cache."""
+    """Return the folders for a compiled file: beside this file, and in the user's cache."""
     return [Path(__file__).parent, cache_folder() / "areal"]
 
 
 def c_compiler() -> str | None:
-    """The program that compiles C; None if there is none."""
+    """Return the program that compiles C, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
@@ -81,7 +81,7 @@ def _compile(compiler: str, source: Path, target: Path) -> bool:
 def avoid_broken_amx() -> None:
     """Keep this process and its children from using broken AMX. Call it before bf16 is used on a CPU.
 
-    It sets oneDNN's own environment variable, unless the user has. The check takes as long as importing torch, once.
+    Sets oneDNN's environment variable, unless the user has. The check takes as long as importing torch, once.
     """
     if _ISA in os.environ or "amx_bf16" not in _cpu_flags():
         return
@@ -90,13 +90,13 @@ def avoid_broken_amx() -> None:
 
 
 def lacks_bf16() -> bool:
-    """True if this processor has no instructions for bfloat16. Matrix products in it were then 6 to 9 times as slow as
-    in float32 (one core of an AMD EPYC with AVX2)."""
+    """True if this processor has no instructions for bfloat16. On such a processor (one core of an AMD EPYC with AVX2)
+    matrix products in bf16 were 6 to 9 times as slow as in float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"} & set(_cpu_flags().split())
 
 
 def without_amx() -> bool:
-    """True if this process must not use AMX."""
+    """True if AMX is forbidden in this process."""
     return os.environ.get(_ISA) == _WITHOUT_AMX
 
 
@@ -106,7 +106,7 @@ def _cpu_flags() -> str:
 
 @functools.cache
 def of_first_core(name: str) -> str:
-    """What /proc/cpuinfo says of the first core; of all cores it takes long on large machines."""
+    """Return a field of the first core in /proc/cpuinfo: reading all cores takes long on large machines."""
     with suppress(OSError), CPU.open() as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
     return ""

@@ -1,4 +1,4 @@
-"""vLLM's engine on the CPU: the environment that it needs, its arguments, and what it cannot do there."""
+"""vLLM's engine on the CPU: environment, arguments, and unsupported settings."""
 
 import ctypes
 import os
@@ -17,20 +17,20 @@ def set_environment(config: GeneratorConfig) -> None:
     """Set the environment variables that vLLM and its processes read at import."""
     # vLLM's own binding would pin every engine of a machine to the same first cores.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
+    # Otherwise the sampler compiles a helper at the first request. The helper takes 3 to 28 s and is useless here.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Otherwise the system gives and takes the memory of each step, which makes long prefills a third slower.
+    # Otherwise the system gives and takes the memory of each step. Long prefills would be a third slower.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
-    # vLLM's latent attention on CPUs (DeepSeek, Kimi K2, GLM-4.7-Flash) takes latents of 576 alone, or dies of others,
-    # and keeps no prefix cache. Its ordinary attention computes these models, too.
+    # vLLM's latent attention on CPUs (DeepSeek, Kimi K2, GLM-4.7-Flash) computes latents of 576 alone, dies with other
+    # sizes, and keeps no prefix cache. vLLM's ordinary attention computes these models, too.
     os.environ["VLLM_MLA_DISABLE"] = "1"
     if config.dtype == "bfloat16":
         avoid_broken_amx()
 
 
 def check_settings(config: GeneratorConfig) -> None:
-    """Raises UserError if a library is missing, of which vLLM itself only warns, or if the settings need GPUs."""
+    """Raise UserError if a library is missing, for which vLLM only warns, or if the settings need GPUs."""
     check_libraries()
     if (ranks := config.engine_options.get("data_parallel_size", 1)) > 1:
         raise UserError(
@@ -45,12 +45,13 @@ def check_libraries() -> None:
 
 
 def engine_arguments(config: GeneratorConfig) -> dict[str, Any]:
-    """The engine's arguments that differ from those on a GPU."""
+    """Return the engine's arguments that differ from a GPU's."""
     return {
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": int((config.kv_cache_gib or KV_CACHE_GIB) * 2**30),
-        "gpu_memory_utilization": config.memory_share or 0.3,  # of RAM; without effect, as the KV cache's size is given
+        # share of RAM, without effect, since the size of the KV cache is given
+        "gpu_memory_utilization": config.memory_share or 0.3,
         "enable_sleep_mode": False,  # vLLM can pause, but returns no memory
         "enforce_eager": True,  # compiling takes longer at start-up than it saves
-        "ir_op_priority": {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]},  # those of `kernels`
+        "ir_op_priority": {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]},  # in the module `kernels`
     }

@@ -1,7 +1,7 @@
 """Splits a version's files into chunks with checksums, and encodes chunks as differences from another version.
 
 A version's *stamp* is a digest of its `Manifest`, which has a CRC-32 of every chunk. A receiver that knows the stamp of
-a version can therefore take its chunks from any sender, and detects corrupt chunks.
+a version can therefore take chunks from any sender, and detects corrupt chunks.
 """
 
 import os
@@ -19,11 +19,11 @@ from isal import isal_zlib as zlib  # as the standard library's, with CRC-32 ten
 
 from areal.base.errors import explain
 
-# A stream has at most 64 parts in flight, and 16 that have arrived but are not written: at most 80 MiB.
+# A stream has at most 64 parts in flight and 16 unwritten parts: at most 80 MiB.
 CHUNK_BYTES = 1 << 20
 CHECKING_THREADS = min(8, os.cpu_count() or 1)
 FASTEST = 1
-# Memory of chunks that are no longer needed. Memory from the system is cleared first, which takes as long as reading.
+# Free memory of chunks. Memory from the system is cleared first, which takes as long as reading a chunk.
 _FREE: deque[bytearray] = deque(maxlen=64)
 
 _INVALID: type[Exception] = zlib.error  # type: ignore[assignment]  # according to its stub, an instance
@@ -32,12 +32,12 @@ Data = bytes | memoryview
 
 
 class TornWeights(Exception):
-    """The weights that were read or received are not those that were published."""
+    """Weights that were read or received differ from the published weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """A file: its name, its size in bytes, and the CRC-32 of each of its chunks."""
+    """Name and size in bytes of a file, and the CRC-32 of its chunks."""
 
     name: str
     size: int
@@ -45,7 +45,10 @@ class FileSums:
 
     @classmethod
     def of_parts(cls, name: str, parts: Iterable[memoryview]) -> "FileSums":
-        """Return the sums of a file with these bytes, by parts of any size."""
+        """Return the sums of a file with the bytes of `parts`, of any size.
+
+        >>> FileSums.of_parts("a", [memoryview(b"hello "), memoryview(b"world")])
+        FileSums(name='a', size=11, checksums=(222957957,))"""
         checksums, size, last = [], 0, 0
         for part in parts:
             start = 0
@@ -66,7 +69,7 @@ class FileSums:
 
 
 class FileChunk(NamedTuple):
-    """A part of a file: the file's number in the manifest, the part's offset and size in bytes, and its CRC-32."""
+    """A part of a file: the file's number in the manifest, offset and size of the part in bytes, and its CRC-32."""
 
     file: int
     offset: int
@@ -76,13 +79,13 @@ class FileChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of a version, by name, with their checksums."""
+    """The files of a version, by name, with checksums."""
 
     files: tuple[FileSums, ...]
 
     @classmethod
     def of(cls, folder: Path) -> "Manifest":
-        """Return the manifest of the files that are in `folder` now. Raises OSError."""
+        """Return the manifest of the files in `folder`. Raises OSError."""
         with ThreadPoolExecutor(CHECKING_THREADS) as threads:  # CRC-32 is computed without the GIL
             return cls(tuple(_sums(path, threads) for path in sorted(folder.iterdir()) if path.is_file()))
 
@@ -98,7 +101,7 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def chunks(self) -> list[FileChunk]:
-        """All chunks, in the order in which they are sent."""
+        """Return all chunks, in the order of sending."""
         return [
             FileChunk(number, i * CHUNK_BYTES, min(CHUNK_BYTES, file.size - i * CHUNK_BYTES), checksum)
             for number, file in enumerate(self.files)
@@ -106,7 +109,7 @@ class Manifest:
         ]
 
     def is_laid_out_like(self, manifest: "Manifest") -> bool:
-        """True if both have the same files with the same sizes, so that their chunks can be compared."""
+        """Return whether both manifests have the same names and sizes of files: then their chunks can be compared."""
         return [(f.name, f.size) for f in self.files] == [(f.name, f.size) for f in manifest.files]
 
 
@@ -120,7 +123,7 @@ def _sums(path: Path, threads: ThreadPoolExecutor) -> FileSums:
 
 
 def _read(descriptor: int, size: int, offset: int) -> memoryview:
-    """Bytes of a file; fewer at its end."""
+    """Return bytes of a file; fewer at the end."""
     try:
         memory = _FREE.pop()
     except IndexError:
@@ -133,9 +136,9 @@ def _read(descriptor: int, size: int, offset: int) -> memoryview:
 
 
 class HeldVersion:
-    """The open files of a version. They can be read while they are still arriving, and after their folder is removed.
+    """The open files of a version, readable while they arrive, and after the removal of their folder.
 
-    `ready`: the number of chunks that are there, counted from the first. `given_up`: True if no more will arrive.
+    `ready`: the number of chunks that have arrived, counted from the first. `given_up`: True if no more will arrive.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, arriving: bool = False) -> None:
@@ -146,7 +149,7 @@ class HeldVersion:
         self.ready = 0 if arriving else len(self._chunks)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if arriving else os.O_RDONLY
         self._descriptors: list[int] = []
-        # The files are closed when the last reader drops this object: a version may be removed while it is being sent.
+        # The files are closed when the last reader drops this object: a version may be removed while a stream sends it.
         weakref.finalize(self, _close, self._descriptors)
         for file in manifest.files:
             self._descriptors.append(os.open(folder / file.name, flags, 0o644))
@@ -168,7 +171,7 @@ class HeldVersion:
         return data
 
     def put(self, number: int, data: Data) -> None:
-        """Write the next chunk. Raises TornWeights if it is not the next one or not as published, and OSError."""
+        """Write the next chunk. Raises TornWeights for a chunk out of order or with a wrong checksum, and OSError."""
         if number != self.ready or self.complete:
             raise TornWeights(f"chunk {number} came in place of chunk {self.ready} of {self.chunks}")
         chunk = self._chunks[number]
@@ -186,21 +189,20 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def difference(new: Data, old: Data) -> bytes | None:
-    """Return what turns `old` into `new`, which has the same length, or None if that is not smaller than `new` itself.
+    """Return the difference that turns `old` into `new`, of equal length, or None if it is not smaller than `new`.
 
-    It is a bit for each element of two bytes (1: the element differs), followed by new XOR old of the elements that
-    differ; all of it is compressed with zlib. Two bytes are one bf16 value, or half of an fp32 value, whose upper half
-    seldom changes.
+    A difference has a bit for each element of two bytes (1: changed), followed by new XOR old of the changed elements,
+    all compressed with zlib. Two bytes are a bf16 value, or half of an fp32 value, whose upper half seldom changes.
     """
     changes = _elements(new) ^ _elements(old)
     changed = changes != 0
-    # By places: by a mask it takes four times as long.
+    # Indexing by places is four times as fast as indexing by a mask.
     packed = zlib.compress(np.packbits(changed).tobytes() + changes[np.flatnonzero(changed)].tobytes(), FASTEST)
     return packed if len(packed) < len(new) else None
 
 
 def apply(packed: Data, old: Data) -> memoryview:
-    """Return the new chunk, from its `difference` from `old`. Raises TornWeights if `packed` cannot be unpacked."""
+    """Return the new chunk from its `difference` and `old`. Raises TornWeights if `packed` cannot be unpacked."""
     elements = _elements(old)
     mask_bytes = -(-len(elements) // 8)
     max_bytes = mask_bytes + len(old)

@@ -1,6 +1,6 @@
-"""Writes folders of weights that are either complete or absent, and reads the tensors of one.
+"""Writes folders of weights, complete or not at all, and reads the tensors of a folder.
 
-A reader never sees an incomplete folder: it is written under a hidden name, synced, and renamed to its final name.
+A reader never sees an incomplete folder: a folder is written under a hidden name, synced, and renamed.
 """
 
 import json
@@ -39,9 +39,9 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
 
     durable: False if the folder need not survive a crash of the machine; then nothing waits for the disk.
 
-    An existing folder of that name is replaced and removed. If the process is killed in between, it leaves the old
-    folder, the new one, or none of that name; the next writer of the name removes any other leftovers. If the block
-    raises, nothing is changed. Only one writer of a name may be active at a time.
+    An existing folder of that name is replaced and removed. A killed process leaves the old folder, the new folder, or
+    no folder of the name; the next writer of the name removes other leftovers. If the block raises, nothing is changed.
+    Only one writer of a name may be active at a time.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
@@ -55,7 +55,7 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
                 sync(path)
             sync(partial)
         if folder.exists():
-            os.replace(folder, _hidden(folder))  # a folder can only be renamed onto an empty one
+            os.replace(folder, _hidden(folder))  # a folder can only be renamed onto an empty folder
         os.replace(partial, folder)
         if durable:
             sync(folder.parent)
@@ -64,7 +64,7 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def link(source: str | Path, target: str | Path) -> None:
-    """Link a file that is never written again, or copy it if it is on another disk."""
+    """Link a file that is never written again, or copy the file to another disk."""
     try:
         os.link(source, target)
     except OSError:
@@ -72,18 +72,18 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder in one step, so that no reader sees a part of it. A missing folder is no error.
+    """Remove a folder in one step: no reader sees a part of the folder. A missing folder is no error.
 
     The leftovers of a killed writer of the name are removed too. No writer of the name may be active.
     """
     if folder.exists():
-        os.replace(folder, _hidden(folder))  # which takes no room on a full disk
+        os.replace(folder, _hidden(folder))  # a rename takes no room on a full disk
     if folder.parent.exists():
         _remove_leftovers(folder)
 
 
 def _hidden(folder: Path) -> Path:
-    """An unused path beside `folder`, on the same file system."""
+    """Return an unused path beside `folder`, on the same file system."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
 
 
@@ -100,19 +100,19 @@ def write_tensors(tensors: "Mapping[str, Tensor]", file: Path, **facts: str) -> 
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt", **facts})
-    file.chmod(0o644)  # save_file makes it private, but generators may run as another user
+    file.chmod(0o644)  # save_file makes the file private, but generators may run as another user
 
 
 def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, shard: int = 0, shards: int = 1) -> Path:
-    """Write `tensors`, by their Hugging Face names, as a shard of the weights in `folder`. Returns the file."""
+    """Write `tensors`, with Hugging Face names, as a shard of the weights in `folder`. Returns the file."""
     file = folder / (f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else WEIGHTS_FILE)
     write_tensors(tensors, file)
     return file
 
 
 def sums_of(file: Path, tensors: "Mapping[str, Tensor]") -> FileSums:
-    """The checksums of a safetensors file that has just been written from `tensors`. They are those of the tensors in
-    memory, so what goes wrong on the way to the disk is noticed by who reads it."""
+    """Return the checksums of a safetensors file that was just written from `tensors`. The sums are of the tensors in
+    memory, so a reader notices errors on the way to the disk."""
     import torch
 
     with file.open("rb") as written:
@@ -125,30 +125,30 @@ def sums_of(file: Path, tensors: "Mapping[str, Tensor]") -> FileSums:
 
 
 def saved_buffers(module: "Module") -> "dict[str, Tensor]":
-    """The buffers that a model's files have beside its parameters, by name."""
+    """Return the buffers, by name, that a model's files contain beside parameters."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def copy_model_files(source: Path, folder: Path, *, dtype: str) -> None:
-    """Copy all files of the model in `source` except its weights (configuration, tokenizer) into `folder`.
+    """Copy all files of the model in `source` except weights (configuration, tokenizer) into `folder`.
 
-    dtype: the type in which the weights in `folder` are stored, e.g. "float32". Loaders take it from config.json.
+    dtype: the stored type of the weights in `folder`, e.g. "float32". Loaders read the type from config.json.
     """
     for path in source.iterdir():
         if path.is_file() and path.name != ADAPTER_CONFIG_FILE and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older spelling of the same key
+    config.pop("torch_dtype", None)  # the older spelling of the key
     config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> "Iterator[tuple[str, Tensor]]":
-    """The tensors of a model folder by name, as `model_files` lists them: all, or if `shards` is given, part number
-    `shard` of that many parts of about the same size.
+    """Return the tensors of a model folder by name, as `model_files` lists them: all tensors, or, if `shards` is given,
+    part `shard` of `shards` parts of about equal size.
 
-    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError, UserError.
+    Every file is open on return, so the folder may be removed afterwards. Raises OSError, SafetensorError, UserError.
     """
     model = model_files(folder)
     if not model.tensors:

@@ -1,10 +1,10 @@
-"""Reads which files of a folder are a model's weights: one answer for trainers, engines, adapters, exports and checks.
+"""Finds a model's weights among the files of a folder: one answer for trainers, engines, adapters, exports and checks.
 
-Libraries answer this each for itself. Without an index vLLM reads all files, transformers `model.safetensors` alone.
-With Mistral's `consolidated.safetensors` vLLM reads nothing else. transformers adds an adapter in the folder. A head
-beside tied embeddings is kept by some and dropped by others. Here the weights are `model.safetensors`, the files that
-the index names, or numbered shards that are all there. A folder that libraries would read as different models is
-refused, and `only_model` keeps from them what is not the model's.
+Libraries differ. Without an index vLLM reads all files, transformers `model.safetensors` alone. With Mistral's
+`consolidated.safetensors` vLLM reads nothing else. transformers adds an adapter in the folder. Some libraries keep a
+head beside tied embeddings, some drop the head. Here the weights are `model.safetensors`, the files in the index, or a
+complete set of numbered shards. A folder that libraries would read as different models is refused. `only_model` hides
+all other files from libraries.
 """
 
 import hashlib
@@ -31,15 +31,15 @@ Shapes = dict[str, tuple[int, ...]]
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _HEAD, _EMBEDDINGS = re.compile(r"(.*\.)?lm_head\.weight"), re.compile(r".*\b(embed_tokens|wte|embed_in)\.weight")
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-# What config.json says otherwise when another program has copied the model.
+# Keys of config.json that programs change when they copy a model.
 _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
-# Of two tensors that are compared.
+# Bytes of a tensor that are compared at once.
 _BYTES_AT_ONCE = 1 << 24
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a model. dtype: as safetensors has it, such as BF16. tied: whether it is a copy of the embeddings, in
-    place of which loaders take these."""
+    """A tensor of a model. dtype: in the words of safetensors, such as BF16. tied: whether the tensor is a copy of the
+    embeddings; loaders take the embeddings instead."""
 
     name: str
     file: Path
@@ -50,8 +50,8 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The tensors of a model, file by file in their order; none without weights. beside: the files of weights in its
-    folder that are not the model's."""
+    """The tensors of a model, file by file in order; none without weights. beside: the files of weights in the folder
+    that do not belong to the model."""
 
     tensors: tuple[StoredTensor, ...] = ()
     beside: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ class ModelFiles:
 
 
 def model_files(folder: Path) -> ModelFiles:
-    """The weights of the model in `folder`, or those that a trainer has published there. Raises UserError if a file is
-    missing or damaged, or if libraries would read different models; OSError."""
+    """Return the weights of the model in `folder`, also of a published folder. Raises UserError if a file is missing or
+    damaged, or if libraries would read different models; OSError."""
     present = {path.name for path in folder.iterdir() if path.name.endswith(".safetensors")} - {ADAPTER_FILE}
     weight_map = read_json(folder / INDEX_FILE).get("weight_map", {}) if (folder / INDEX_FILE).is_file() else {}
     names = _names_of_files(folder, present, {*weight_map.values()})
@@ -97,7 +97,7 @@ def model_files(folder: Path) -> ModelFiles:
 
 
 def _names_of_files(folder: Path, present: set[str], indexed: set[str]) -> list[str]:
-    """The files of weights that are the model's."""
+    """Return the names of the model's files of weights."""
     if indexed & present:
         if missing := sorted(indexed - present):
             raise UserError(f"{folder} lacks {missing[0]}, which its {INDEX_FILE} names: copy or download it again.")
@@ -118,7 +118,7 @@ def _names_of_files(folder: Path, present: set[str], indexed: set[str]) -> list[
 
 
 def tensors_in(file: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file. Raises UserError if it is damaged; OSError."""
+    """Return the tensors of a safetensors file. Raises UserError if the file is damaged; OSError."""
     damaged = f"The model's file {file} is damaged: copy or download it again."
     with explain(SafetensorError, damaged), safe_open(file, framework="np") as opened:
         slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
@@ -126,8 +126,8 @@ def tensors_in(file: Path) -> list[StoredTensor]:
 
 
 def _with_ties(folder: Path, tensors: list[StoredTensor]) -> tuple[StoredTensor, ...]:
-    """The tensors, with a head marked that is a copy of the embeddings. Raises UserError if it is another one, although
-    config.json ties them."""
+    """Return the tensors, with a mark on a head that is a copy of the embeddings. Raises UserError if the head differs
+    from the embeddings, although config.json ties both."""
     head = next((tensor for tensor in tensors if _HEAD.fullmatch(tensor.name)), None)
     embeddings = [tensor for tensor in tensors if _EMBEDDINGS.fullmatch(tensor.name)]
     if head is None or not embeddings or not (folder / "config.json").is_file() or not ties_head(folder):
@@ -157,7 +157,7 @@ def _pieces(tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def write_index(folder: Path) -> None:
-    """Write the index that loaders need if the weights in `folder` are in several files."""
+    """Write the index that loaders need for weights in several files."""
     model = model_files(folder)
     described = {
         "metadata": {"total_size": model.size},
@@ -168,8 +168,8 @@ def write_index(folder: Path) -> None:
 
 @contextmanager
 def only_model(folder: Path) -> Iterator[Path]:
-    """A folder from which libraries read the model in `folder` and nothing else: `folder` itself, or links to its files
-    for the time of the block. Raises as `model_files` does."""
+    """Yield a folder from which libraries read only the model in `folder`: `folder` itself, or links to its files for
+    the time of the block. Raises as `model_files` does."""
     model = model_files(folder)
     names = [file.name for file in model.files]
     if not model.beside and (len(names) < 2 or (folder / INDEX_FILE).is_file()):
@@ -185,8 +185,7 @@ def only_model(folder: Path) -> Iterator[Path]:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name; empty if it has none, or is not on this
-    machine. Raises UserError."""
+    """Return the numbers of elements of a model's weights, by name; empty without weights. Raises UserError."""
     if not folder.is_dir():
         return {}
     with explain(OSError, f"The model in {folder} cannot be read ({{why}}): copy or download it again."):
@@ -194,9 +193,9 @@ def weight_sizes(folder: Path) -> dict[str, int]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Digests of what has to be the same in all copies of a model: its configuration, the names and the sizes of its
-    weights, its tokenizer, its chat template. What the folder lacks is left out. What programs that copy a model write
-    otherwise, and the type of its numbers, do not count. Raises UserError if a file is damaged."""
+    """Return digests of the parts of a model that are equal in all copies: the configuration, names and sizes of the
+    weights, the tokenizer, the chat template. Missing parts are left out. Keys that copying programs change, and the
+    type of the weights, do not count. Raises UserError if a file is damaged."""
     names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
     values = {name: read_json(folder / name) for name in names}
     config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
@@ -212,7 +211,7 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 
 def check_same(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raises UserError if the model in a folder of this machine is not the one of a run, which has these digests."""
+    """Raise UserError if the model in a folder of this machine differs from the run's model. digests: of the latter."""
     for name, digest in digests_of(folder).items():
         if digests.get(name, digest) != digest:
             raise UserError(

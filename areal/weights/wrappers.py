@@ -1,7 +1,7 @@
-"""The text model in a wrapper: a model that has vision beside it (Mistral-Small 3.1, Gemma 3, Qwen-VL, Qwen3.5).
+"""The text model in a wrapper: a model with vision beside text (Mistral-Small 3.1, Gemma 3, Qwen-VL, Qwen3.5).
 
-The trainer loads the text model alone. Engines run the wrapper, so what is published has the wrapper's names, which
-transformers gives back to weights that it loaded under others. What is saved has the wrapper's vision, as it was.
+The trainer loads the text model alone. Engines run the wrapper, so published weights have the wrapper's names:
+transformers restores names that it changed when loading. Saved weights include the wrapper's vision, unchanged.
 """
 
 import re
@@ -31,13 +31,13 @@ def text_config(model: str | Path) -> Any:
     if config.model_type not in TEXT_TYPES:
         return config
     values = config.to_dict()
-    # Of the positions of text, all three parts are the same, so any division of the head among them is.
+    # All three parts of a text position are equal, so any division of the head among the parts gives the same result.
     values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if not k.startswith("mrope")}
     return AutoConfig.for_model(**values | {"model_type": TEXT_TYPES[config.model_type]})
 
 
 def arguments_for_text(folder: Path) -> dict[str, Any]:
-    """What `from_pretrained` needs to load the text model of the wrapper in `folder`; nothing if it is no wrapper."""
+    """Return the arguments of `from_pretrained` for the text model in `folder`; none if `folder` has no wrapper."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     if not is_wrapper(folder):
@@ -47,15 +47,15 @@ def arguments_for_text(folder: Path) -> dict[str, Any]:
     config.tie_word_embeddings = head is None or bool(ties_head(folder))
     own_changes = get_checkpoint_conversion_mapping(config.model_type) or []
     if any(type(change).__name__ == "PrefixChange" for change in own_changes):
-        return {"config": config}  # transformers knows this wrapper, and would rename the weights twice
+        return {"config": config}  # transformers knows the wrapper, and would rename the weights twice
     renamed = {body: "model.", head or HEAD: HEAD}
     return {"config": config, "key_mapping": {f"^{re.escape(old)}": new for old, new in renamed.items() if old != new}}
 
 
 @lru_cache(maxsize=1)
 def published_shapes(model: Path) -> Shapes:
-    """The tensors that a trainer of the model folder `model` publishes: those that transformers has a place for. The
-    folder's files may have others, such as rotary frequencies or layers for speculative decoding.
+    """Return the tensors that a trainer of the model folder `model` publishes: the tensors that transformers reads. The
+    folder's files may have more, such as rotary frequencies or layers for speculative decoding.
 
     No weights are read. Raises OSError or ValueError if transformers cannot read the folder.
     """
@@ -64,7 +64,7 @@ def published_shapes(model: Path) -> Shapes:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # the trainer says what transformers has no place for
+    logging.set_verbosity_error()  # the trainer reports weights that transformers ignores
     how = arguments_for_text(model)
     with only_model(model) as view:
         module = AutoModelForCausalLM.from_pretrained(
@@ -75,8 +75,8 @@ def published_shapes(model: Path) -> Shapes:
 
 
 def check_names(folder: Path) -> None:
-    """Raises UserError if a trainer of the model in `folder` would publish weights that its files, and so engines, do
-    not have by these names and in these shapes. No weights are read."""
+    """Raise UserError if a trainer of the model in `folder` would publish weights with names or shapes that its files,
+    and so engines, lack. No weights are read."""
     with explain((OSError, ValueError), f"{folder} does not hold a model that transformers can load: {{why}}"):
         published = published_shapes(folder)
     stored = model_files(folder).shapes
@@ -90,8 +90,8 @@ def check_names(folder: Path) -> None:
 
 
 def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, Tensor]]":
-    """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
-    it; none if it is no wrapper."""
+    """Return the tensors of the wrapper in `folder` outside its text model, or a part of them as in `stored_tensors`;
+    none if it is no wrapper."""
     if not is_wrapper(folder):
         return iter(())
     body, head = _prefixes(folder)
@@ -100,7 +100,7 @@ def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, T
 
 
 def _prefixes(folder: Path) -> tuple[str, str | None]:
-    """What the names of the text model's weights and of its head begin with in a wrapper's files, or None."""
+    """Return the prefixes of the names of the text model's weights and of its head in a wrapper's files, or None."""
     names = sorted(model_files(folder).shapes, key=len)
     body = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     head = next((name for name in names if name.endswith("lm_head.weight")), None)
