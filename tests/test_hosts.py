@@ -64,7 +64,8 @@ print(os.environ[GLOO])
 JOINS = """
 import os
 from areal.base.network_interfaces import GLOO
-from areal.training.training_engine import dist, join_ranks
+import torch.distributed as dist
+from areal.training.trained_model import join_ranks
 
 def meet(backend):
     print(os.environ[GLOO], flush=True)

@@ -28,7 +28,7 @@ from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from areal.base.errors import explain
 from areal.devices import transfer_backend
-from areal.generation.generation_engine import FINISH
+from areal.generation.engine_weights import FINISH
 from areal.generation.offered_weights import WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.config.engine_sections import SamplingConfig
-from areal.generation.generation_engine import EngineStats, LoadTimes
+from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_weights import LoadTimes
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores
 

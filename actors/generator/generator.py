@@ -33,7 +33,8 @@ from actors.sampling.flows import Flows
 from areal.base.errors import UserError
 from areal.config.engine_sections import SamplingConfig
 from areal.devices import transfer_backend
-from areal.generation.generation_engine import EngineError, GenerationEngine
+from areal.generation.engine_process import EngineError
+from areal.generation.generation_engine import GenerationEngine
 from areal.generation.routing import Concurrency
 from areal.models import kept_words_of
 from areal.samples.pictures import find

@@ -18,7 +18,8 @@ from actors.runtime.membership import Membership
 from actors.weights.weight_service import WeightFetcher
 from areal.base import extensions
 from areal.base.errors import explain
-from areal.generation.generation_engine import EngineError, LoadTimes
+from areal.generation.engine_process import EngineError
+from areal.generation.engine_weights import LoadTimes
 from areal.generation.offered_weights import WeightLoadError
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import TornWeights

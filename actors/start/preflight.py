@@ -27,7 +27,6 @@ from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
 from areal.devices import VISIBLE, host_memory, listed_devices, threads_of_scorers, visible_devices
 from areal.models import (
-    check_adapters,
     check_mixture,
     check_trainable,
     context_of,
@@ -38,7 +37,6 @@ from areal.models import (
     packages_of_vision,
     resolve_model,
     resolve_reference,
-    routing_of,
 )
 from areal.rewards import lookup as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
@@ -64,7 +62,7 @@ OTHER_BYTES = GIB // 16
 DISCARD_PORT, LOOPBACK_SECONDS = 9, 1.0
 _CHECK_DEEPSPEED = """
 from areal.config.trainer_section import TrainerConfig
-from areal.training.training_engine import check_settings
+from areal.training.trained_model import check_settings
 from areal.training.optimizer import deepspeed_config
 check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
 """
@@ -218,12 +216,12 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
         for check in extensions.find_own("model_check"):
             check(config.trainer, folder, config.trainer.ranks)
     if config.steps and config.trainer.routing == "replay":
-        routing_of(folder)
+        extensions.need("routing", "of_model", "trainer.routing=replay").load()(folder)
     kept_words_of(config.model_copy(update={"model": str(folder)}))
     context = context_of(folder) if config.generator.max_model_len else default_context(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
-        check_adapters(folder, weight_sizes(folder), config.trainer.lora)
+        extensions.need("lora", "check", "trainer.lora").load()(folder, weight_sizes(folder), config.trainer.lora)
     tokenizer = load_tokenizer(str(folder), config.data)
     if check_parsers := extensions.part_of("agents", "check_parsers"):
         check_parsers(config, folder, tokenizer)
@@ -265,7 +263,7 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
     """As `check_model`, for the quickstart's model, which may not exist yet. Raises UserError."""
     check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
     if config.trainer.lora:
-        check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
+        extensions.need("lora", "check", "trainer.lora").load()("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
     if config.data.chat_template:
         read_template(config.data.chat_template)
     workflow = config.rollout_manager.workflow

@@ -37,7 +37,8 @@ from areal.data.sources import open_source, read_row
 from areal.extensions.agents.agents import AgentFailed
 from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Json, Parsed, Parsers
-from areal.generation.generation_engine import EngineError, GenerationEngine
+from areal.generation.engine_process import EngineError
+from areal.generation.generation_engine import GenerationEngine
 from areal.models import resolve_model
 from areal.rewards import lookup as rewards
 from areal.rewards.pool import RewardPool

@@ -61,12 +61,12 @@ class Ranks:
     @property
     def work_done(self) -> int:
         """A counter that grows while the engine computes."""
-        return self._engine.work_done
+        return self._engine.model.work_done
 
     @property
     def vocab_size(self) -> int:
         """All token ids of the model are smaller than this."""
-        return self._engine.vocab_size
+        return self._engine.model.vocab_size
 
     @property
     def values(self) -> TokenValues | None:
@@ -148,9 +148,9 @@ def execute(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Gr
         return getattr(engine, command["do"])()
     folder = Path(arguments["folder"])
     if command["do"] == "snapshot":
-        engine.snapshot()
-        return engine.begin_write(folder)
-    return {"save": engine.begin_save, "load": engine.load}[command["do"]](folder, arguments["run"])
+        engine.storage.snapshot()
+        return engine.storage.begin_write(folder)
+    return {"save": engine.storage.begin_save, "load": engine.storage.load}[command["do"]](folder, arguments["run"])
 
 
 def failure_of_step(version: int, error: Exception) -> StepFailed | None:

@@ -11,9 +11,9 @@ from actors.runtime.actor import HandlesRequests, handles
 from actors.runtime.membership import Ask
 from actors.trainer.offered_pictures import OfferedPictures, use_disk
 from actors.trainer.unfinished_samples import UnfinishedSamples, check_holder
+from areal.base import extensions
 from areal.base.errors import explain
 from areal.config import Config
-from areal.models import routing_of
 from areal.rewards.result import mean_parts
 from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Group, Note, Trajectory, check_kept_words, samples_of
@@ -42,7 +42,10 @@ class SampleStore(HandlesRequests):
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._routing = routing_of(Path(config.model)) if config.trainer.routing == "replay" else None
+        self._routing: Any = None
+        if config.trainer.routing == "replay":
+            routing_of = extensions.need("routing", "of_model", "trainer.routing=replay").load()
+            self._routing = routing_of(Path(config.model))
         self._spool = spool
         self._rollouts = rollouts
         self._on_disk = on_disk

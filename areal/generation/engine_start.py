@@ -1,7 +1,8 @@
-"""How an engine is started: its environment, its arguments and vLLM's configuration, and the checks of all of them."""
+"""The start of an engine: the environment, arguments and configuration of vLLM, and their checks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,22 +17,25 @@ from areal.config.engine_options import refuse_twice
 from areal.config.engine_sections import GeneratorConfig
 from areal.config.trainer_section import LoraConfig
 from areal.cpu import vllm_on_cpu as cpu
-from areal.cpu.fork_server import start_fork_server
+from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
-from areal.models import packages_of_vision
+from areal.generation.engine_process import EngineError
+from areal.models import check_mixture, packages_of_vision
 from areal.samples.tokenizer import tokenizer_in
+from areal.weights.model_files import only_model
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import AsyncMPClient
 
-# Shares of a GPU's memory: of an engine alone on it, of one in turns with the trainer, and of one beside the trainer.
+# Shares of a GPU's memory for an engine: alone on the GPU, in turns with the trainer, and beside the trainer.
 OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """What an engine is started for, as `GenerationEngine.start` has it."""
+    """The features that an engine is started with, as in `GenerationEngine.start`."""
 
     seed: int = 0
     lora: LoraConfig | None = None
@@ -42,8 +46,8 @@ class EngineUse:
 
 
 def prepare(config: GeneratorConfig) -> None:
-    """Set the environment of an engine's process and, on CPUs, begin to import vLLM for it. Call it while this process
-    has a single thread, then vLLM is imported once for both."""
+    """Set the environment of an engine's process and, on CPUs, begin to import vLLM for the process. Call it while the
+    process has a single thread: then vLLM is imported once for the caller and the engine."""
     set_environment(config)
     if not visible_devices():
         start_fork_server()
@@ -51,7 +55,7 @@ def prepare(config: GeneratorConfig) -> None:
 
 def set_environment(config: GeneratorConfig) -> None:
     """Set the environment variables that vLLM and its processes read at import."""
-    setproctitle.getproctitle()  # it finds the place of the title only while the environment has not been written
+    setproctitle.getproctitle()  # finds the place of the title only before the environment is written
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -62,20 +66,43 @@ def set_environment(config: GeneratorConfig) -> None:
 
 
 def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
-    """The tokens that end a sequence: those that the model's generation config lists and, as in vLLM's own front end,
-    its tokenizer's end of sequence, which fine-tuning has trained."""
+    """Return the tokens that end a sequence: the tokens listed in the model's generation config and, as in vLLM's own
+    front end, the tokenizer's end of sequence, which fine-tuning has trained."""
     own: Any = getattr(tokenizer_in(str(model)), "eos_token_id", None)
     return sorted({*([listed] if isinstance(listed, int) else listed or ()), own} - {None})
 
 
 def check_options(model: Path, config: GeneratorConfig) -> None:
-    """Raises UserError if vLLM does not take `config.engine_options` for the model in this folder. It is imported."""
+    """Raise UserError if vLLM refuses `config.engine_options` for the model in this folder. Imports vLLM."""
     set_environment(config)
     with importing():
         from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     checked_config(model, config, lambda: engine_arguments(model, config, EngineUse(), on_cpu), on_cpu)
+
+
+def start_core(model: Path, config: GeneratorConfig, use: EngineUse) -> tuple[AsyncMPClient, list[int]]:
+    """Start vLLM's engine process on the folder `model`. Returns its client and the tokens that end a sequence. Raises
+    UserError if the folder or a setting is at fault, EngineError if the process does not start."""
+    prepare(config)
+    with importing():
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.executor import Executor
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        cpu.set_environment(config)
+        cpu.check_settings(config)
+    check_mixture(model, use.lora, cuda=not on_cpu)
+    failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
+    with only_model(model) as folder:
+        vllm_config = checked_config(model, config, lambda: engine_arguments(folder, config, use, on_cpu), on_cpu)
+        with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
+            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+        listed = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    return core, stop_tokens(model, listed)
 
 
 def checked_config(
@@ -91,13 +118,13 @@ def checked_config(
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:
     from vllm.usage.usage_lib import UsageContext
 
-    # vLLM chooses the most tokens of a step by the device only for a named use. This one is for throughput: 16,384 on
-    # an H100. Without a name it takes 2,048, which is enough on a CPU.
+    # vLLM adapts the number of tokens in a step to the device only if a usage is given. LLM_CLASS stands for
+    # throughput: 16,384 tokens on an H100. The default of 2,048 is enough on a CPU.
     vllm_config = arguments.create_engine_config(None if on_cpu else UsageContext.LLM_CLASS)
     scheduler = vllm_config.scheduler_config
     name = "AsyncGatheringScheduler" if scheduler.async_scheduling else "GatheringScheduler"
     name = "KeepingScheduler" if config.kv_on_update == "keep" else name
-    scheduler.scheduler_cls = f"areal.generation.vllm_worker.{name}"
+    scheduler.scheduler_cls = f"areal.generation.gathering_scheduler.{name}"
     return vllm_config
 
 
@@ -105,13 +132,13 @@ def engine_arguments(model: Path, config: GeneratorConfig, use: EngineUse, on_cp
     from vllm import AsyncEngineArgs
 
     options = config.engine_options
-    # Data-parallel ranks have an executor each.
+    # Every data-parallel rank has its own executor.
     workers = config.devices // options.get("data_parallel_size", 1)
     share = SHARED if SHARES in os.environ else TURNS if use.sleeps else OWN
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
     arguments = {
         "model": str(model),
-        "skip_tokenizer_init": not packages_of_vision(model),  # vLLM makes a processor of pictures, which needs it
+        "skip_tokenizer_init": not packages_of_vision(model),  # vLLM makes a processor of pictures from the tokenizer
         "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": use.seed,
@@ -127,7 +154,7 @@ def engine_arguments(model: Path, config: GeneratorConfig, use: EngineUse, on_cp
         "stream_interval": config.stream_interval,
         "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
         "weight_transfer_config": {"backend": use.transfer} if use.transfer else None,
-        "enable_return_routed_experts": use.routes and not on_cpu,  # vLLM's runner for CPUs does not have it
+        "enable_return_routed_experts": use.routes and not on_cpu,  # vLLM's runner for CPUs returns no routes
     }
     if use.lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
@@ -136,8 +163,8 @@ def engine_arguments(model: Path, config: GeneratorConfig, use: EngineUse, on_cp
     refuse_twice("generator.engine_options", arguments, options)
     arguments |= {"enable_prefix_caching": True, "use_tqdm_on_load": False}
     if packages_of_vision(model):
-        # vLLM would bring the pixels to the model's range in the engine, by preprocessor_config.json alone: where it
-        # does not say how, as transformers' defaults need not, the tower would get bytes. The files have no video.
+        # vLLM would scale the pixels in the engine by preprocessor_config.json alone. If the file has no scale, as with
+        # the defaults of transformers, the tower would get bytes. The files have no video.
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
     if on_cpu:
         arguments |= cpu.engine_arguments(config)
@@ -145,7 +172,7 @@ def engine_arguments(model: Path, config: GeneratorConfig, use: EngineUse, on_cp
 
 
 def _max_lora_rank(rank: int) -> int:
-    """The least max_lora_rank of vLLM for adapters of this rank. Raises UserError."""
+    """Return vLLM's least max_lora_rank for adapters of this rank. Raises UserError."""
     from vllm.config.lora import MaxLoRARanks
 
     if larger := [choice for choice in get_args(MaxLoRARanks) if choice >= rank]:

@@ -1,4 +1,4 @@
-"""The weights that are offered to an engine: whether they fit the model with which it was started."""
+"""Checks that weights offered to an engine fit the engine's model."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class EngineModel:
 
 
 def read_model_folder(model: Path) -> tuple[Shapes, bool]:
-    """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
-    whether the head is tied. Raises UserError if the folder does not hold a readable model."""
+    """Return the shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face
+    folder, and whether the head is tied. Raises UserError if the folder does not hold a readable model."""
     if not (model / "config.json").is_file():
         raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     with explain(OSError, f"The model in {model} cannot be read: {{why}}."):
@@ -44,7 +44,7 @@ def read_model_folder(model: Path) -> tuple[Shapes, bool]:
 
 
 def check_offer(folder: Path, model: EngineModel) -> None:
-    """Raises WeightLoadError if the weights in `folder` do not fit the model."""
+    """Raise WeightLoadError if the weights in `folder` do not fit the model."""
     with explain((OSError, UserError), f"{folder} cannot be read: {{why}}", WeightLoadError):
         is_adapter = (folder / ADAPTER_FILE).is_file()
         tensors = tensors_in(folder / ADAPTER_FILE) if is_adapter else model_files(folder).tensors
@@ -54,12 +54,12 @@ def check_offer(folder: Path, model: EngineModel) -> None:
 
 
 def check_shapes(shapes: Shapes, model: EngineModel, named: str) -> None:
-    """Raises WeightLoadError if tensors of these shapes do not fit the model."""
+    """Raise WeightLoadError if tensors of these shapes do not fit the model."""
     if model.lora:
         wrong = _differences(shapes, _factors(model.lora.rank, shapes, model.shapes), ())
     else:
-        optional = (HEAD,) if model.tied else ()  # it may be stored or left out
-        # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
+        optional = (HEAD,) if model.tied else ()  # files may store or omit a tied head
+        # A trainer of most models publishes exactly the tensors of the files. Then transformers is not needed.
         wrong = _differences(shapes, model.shapes, optional)
         if wrong:
             with explain((OSError, KeyError, ValueError), f"{model.folder} cannot be read: {{why}}", WeightLoadError):
@@ -69,7 +69,7 @@ def check_shapes(shapes: Shapes, model: EngineModel, named: str) -> None:
 
 
 def _differences(shapes: Shapes, expected: Shapes, optional: Collection[str]) -> list[str]:
-    """The tensors, except those in `optional`, that are not as expected, and how they differ."""
+    """Describe the tensors, except the `optional` tensors, whose shape differs from the expected shape."""
     return [
         f"{name} (expected {expected.get(name)}, found {shapes.get(name)})"
         for name in sorted(shapes.keys() | expected.keys())
@@ -78,7 +78,7 @@ def _differences(shapes: Shapes, expected: Shapes, optional: Collection[str]) ->
 
 
 def _factors(rank: int, names: Iterable[str], weights: Shapes) -> Shapes:
-    """The expected shapes of peft's factors A and B for the weights that the adapter tensors `names` belong to."""
+    """Return the expected shapes of peft's factors A and B for the adapter tensors `names`."""
     adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
     shapes: Shapes = {}
     for weight in adapted:

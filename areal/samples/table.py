@@ -58,7 +58,7 @@ agents: the agent that the policy played when it sampled a token, a number made 
 teacher_logprobs, reference_logprobs: the log-prob of a sampled token, given the tokens before in the branch, under the
 model of a scorer (`trainer.teacher`, `trainer.reference`). teacher_top_tokens, teacher_top_logprobs: [T, k], the
 teacher's likeliest tokens at the place of a sampled token, and their log-probs (`trainer.teacher_top_k`).
-routes: [T, width], the experts of the pass that sampled a token, as `areal.models.Routing` says (`trainer.routing`); 0
+routes: [T, width], experts of the pass that sampled a token, as `expert_routing.Routing` says (`trainer.routing`); 0
 at unsampled tokens. pictures: [T, 16], the digest of the picture behind a placeholder token; 0 at other tokens."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)

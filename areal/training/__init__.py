@@ -1,9 +1,9 @@
-"""The training engine on DeepSpeed, and what a step consists of: micro-batches, packing, advantages, objectives.
+"""The training engine on DeepSpeed, and the parts of a step: micro-batches, packing, advantages, objectives.
 
 In: groups of a batch. Out: metrics of the step, new weights. Read `training_engine.py` first, then `packed.py`;
-`algorithms/` has what a step learns from, by its equation.
+`algorithms/` has advantages and losses, as equations.
 
-The names in `__all__` are public: a user's own objective, or estimator of advantages, may import them.
+The names in `__all__` are public: an objective or an estimator of advantages of the user's own may import them.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""What all ranks do beside training: they agree on the outcome of a task, send messages, and write folders together.
+"""Work of all ranks beside training: agreeing on the outcome of a task, sending messages, writing folders together.
 
-Several folders may be written at a time, each in a thread and a process group of its own.
+Several folders may be written at a time, each in its own thread and process group.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from areal.weights.folders import atomic_folder
 log = structlog.get_logger()
 
 SILENCE = timedelta(days=7)
-"""How long a rank waits for the others. A run may wait long for data or a disk; a lost peer is noticed at once."""
+"""How long a rank waits for other ranks. A run may wait long for data or a disk; a lost peer is noticed at once."""
 
 
 def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
-    """Do `task` on every rank of a CPU process group, and return what it returned, by rank (all ranks).
+    """Do `task` on every rank of a CPU process group, and return the results by rank (all ranks).
 
-    If it fails on any rank, the same error is raised on all: DiskShortageError if a disk is full, UserError if a file
-    cannot be read or written or `task` raised UserError, else RuntimeError. group: None if there is one rank.
+    If the task fails on any rank, all ranks raise the same error: DiskShortageError if a disk is full, UserError if a
+    file cannot be read or written or `task` raised UserError, else RuntimeError. group: None if there is one rank.
     """
     cause: Exception | None = None
     try:
@@ -42,7 +42,7 @@ def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> li
     except (OSError, SafetensorError, UserError) as error:
         why = shortage(error)
         answer, cause = f"~{why}" if why else f"-{error}", error
-    except Exception as error:  # the other ranks have to hear of it
+    except Exception as error:  # the other ranks have to hear of any error
         log.exception("failed", rank=dist.get_rank())
         answer, cause = f"!{type(error).__name__}: {error}", error
     answers = [answer] if group is None else _exchange(answer, group)
@@ -65,59 +65,58 @@ def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
 
 
 class RankMessages:
-    """Messages among all ranks, in host memory. group: of all ranks, by gloo."""
+    """Messages among all ranks, in host memory. group: a gloo group of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
 
     def broadcast(self, message: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0's message on all ranks (all ranks; ranks other than 0 pass None).
+        """Return rank 0's message on all ranks (all ranks; ranks other than 0 pass None).
 
-        The message consists of types that msgpack can encode. The other ranks wait until rank 0 sends one.
+        The message consists of types that msgpack can encode. Other ranks wait until rank 0 sends a message.
         """
         packed = msgpack.packb(message) if dist.get_rank() == 0 else b""
         size = self.send(np.array([len(packed)], dtype=np.int64))
         return msgpack.unpackb(self.send(np.frombuffer(packed.ljust(int(size[0]), b"\0"), dtype=np.uint8)))
 
     def send(self, array: np.ndarray) -> np.ndarray:
-        """Rank 0's array on all ranks; the other ranks pass an array of the same shape and type."""
+        """Return rank 0's array on all ranks; other ranks pass an array of equal shape and type."""
         if dist.get_world_size() == 1 or not array.size:
             return array
         tensor = torch.from_numpy(array.copy())
-        dist.broadcast(tensor, src=0, group=self._group)
+        dist.broadcast(tensor, src=0, group=self.group)
         return tensor.numpy()
 
     def sum(self, tensor: Tensor, *, counts: bool) -> np.ndarray:
-        """The sum over the ranks' tensors, in host memory, on all ranks (all ranks). counts: whether this rank's does.
-
-        Of ranks that computed a tensor together, one counts.
+        """Return the sum of the ranks' tensors, in host memory, on all ranks (all ranks). counts: whether this rank's
+        tensor counts. Among ranks that computed a tensor together, a single rank counts.
         """
         if not counts:
             tensor.zero_()
         if dist.get_world_size() > 1:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self.group)
         return tensor.numpy()
 
 
 class Contents(Protocol):
-    """The files of a folder that all ranks write. It may have to be written again. `size`: about this rank's bytes."""
+    """The files of a folder that all ranks write, perhaps more than once. `size`: about this rank's bytes."""
 
     @property
     def size(self) -> int: ...
 
     def prepare(self, folder: Path) -> None:
-        """Write what has to be there before the others (rank 0)."""
+        """Write the files that must exist before the ranks write (rank 0)."""
 
     def write(self, folder: Path) -> str | None:
-        """Write this rank's files to disk. Returns what rank 0 has to know of them."""
+        """Write this rank's files to disk. Returns an entry for rank 0."""
 
     def finish(self, folder: Path, entries: list[str]) -> Manifest | None:
-        """Write what depends on the files of all ranks (rank 0). entries: what `write` returned, by rank. Returns the
-        manifest of all files, if somebody asks for it."""
+        """Write the files that depend on the files of all ranks (rank 0). entries: the results of `write`, by rank.
+        Returns the manifest of all files, if the caller needs a manifest."""
 
 
 class Writer:
-    """Writes folders, one after another, in a thread of its own on every rank (all ranks). disk_retry: of rank 0."""
+    """Writes folders, one after another, in a thread on every rank (all ranks). disk_retry: of rank 0."""
 
     def __init__(self, disk_retry: DiskRetry) -> None:
         self._disk_retry = disk_retry
@@ -125,11 +124,11 @@ class Writer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
 
     def begin(self, folder: Path, contents: Contents) -> Future[Manifest | None]:
-        """Write `folder` beside what this thread does next (all ranks, in the same order).
+        """Write `folder` in the background (all ranks, in the same order).
 
-        It replaces a folder of that name. Once the result is there, it is complete and on disk; on rank 0 the result is
-        what `contents.finish` returned. If the disk is full, the folder is written again until there is room; if
-        a file cannot be written for another reason, the result is a UserError on all ranks, and nothing is changed.
+        A folder of that name is replaced. Once the result is there, the folder is complete and on disk; on rank 0 the
+        result is the result of `contents.finish`. If the disk is full, the folder is written again until there is room.
+        If a file cannot be written for another reason, the result is a UserError on all ranks, and nothing is changed.
         """
         what = f"{folder.name} ({mebibytes(contents.size)})"
         write = partial(self._write, folder, contents)

@@ -1,11 +1,11 @@
 """Attention over packed rows (areal.training.packed), which keeps the sequences of a row apart.
 
 A token attends to its ancestors in the row's prefix tree and to itself. In layers with a *window* of W tokens, as in
-transformers and vLLM, it attends only to the last W of these.
+transformers and vLLM, a token attends only to the last W of these tokens.
 
-`packed_sdpa` makes one kernel call per sequence: queries are the tokens it adds, keys are its path. On trees of the
-quickstart, on one core, a training step is 1.2 times as fast with it as with each of these alternatives: a dense mask
-for each group; whole paths for queries too; paths of similar length gathered into padded blocks.
+`packed_sdpa` makes one kernel call per sequence: queries are the tokens that the sequence adds, keys are its path. On
+trees of the quickstart, on one core, three alternatives make a training step 1.2 times as long: a dense mask for each
+group; whole paths for queries too; paths of similar length gathered into padded blocks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from areal.training.row_groups import Attention, RowGroup
 log = structlog.get_logger()
 
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_paths"
-"""Names in transformers. In one with "sdpa" it would look for a support that only its own function needs."""
+"""Names in transformers. For a name with "sdpa", transformers would require a support of its own."""
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
 FLEX_KERNEL = {"BACKEND": "TRITON"}
-"""For rows below 128 tokens, torch would take its kernel for decoding, which does not compile if a head of keys has
-more than MASK_BLOCK queries: from 33 tokens on where four heads share a key."""
+"""For rows below 128 tokens, torch would choose its kernel for decoding. The kernel does not compile if a head of keys
+has more than MASK_BLOCK queries: from 33 tokens on if four heads share a key."""
 FLEX_GRAPHS = 64
 """Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
 QUERIES_AT_ONCE = 512
-"""Tokens for which `packed_sdpa` makes one kernel call, if their layer has a window: with the keys that they see."""
+"""Tokens per kernel call of `packed_sdpa` in layers with a window, together with the keys in the window."""
 Attend = Callable[..., Tensor]
 
 
 def choose_attention(dtype: str, *, flash: bool = True) -> str:
-    """The name in transformers of the fastest attention that is installed. Registers the packed ones there. flash:
-    whether flash attention 2 can compute the model's."""
+    """Return the name in transformers of the fastest installed attention. Registers packed attention there. flash:
+    whether flash attention 2 can compute the model's attention."""
     from transformers import AttentionInterface
     from transformers.utils import is_flash_attn_2_available
 
@@ -58,8 +58,7 @@ def choose_attention(dtype: str, *, flash: bool = True) -> str:
 
 
 def look_before(name: str) -> None:
-    """Have the attention function that transformers knows as `name` tell which windows layers have, and be computed by
-    a `RowGroup`."""
+    """Wrap the attention function `name` of transformers: the wrapper reports windows, and computes by a `RowGroup`."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,8 +71,8 @@ def _attend(
     attention_mask: Tensor | None, *, together: RowGroup | None = None,
     note_window: Callable[[int | None], None] | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function as transformers registers them. together: None, if this rank has the whole row.
-    note_window: is called with the window that the layer asks for."""
+    """Call an attention function of transformers. together: None if this rank has the whole row. note_window: called
+    with the window that the layer asks for."""
     if note_window is not None:
         note_window(options.get("sliding_window"))
     if together is not None:
@@ -82,9 +81,9 @@ def _attend(
 
 
 def compile_layers(module: Any, attention: str) -> None:
-    """Have torch compile each layer of a model on its first pass. In place: its parameters keep their names.
+    """Have torch compile each layer of a model, in place, on the first pass. Parameters keep their names.
 
-    attention: the name of the attention, which is not compiled: what it does differs from row to row.
+    attention: the name of the attention, which is not compiled, since its work differs from row to row.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -102,7 +101,7 @@ def row_inputs(row: PackedRow, attention: str) -> dict[str, Any]:
 
 
 def attention_kwargs(row: PackedRow, attention: str) -> dict[str, Any]:
-    """The keyword arguments that tell the attention function `attention`, and other layers, about a row's sequences."""
+    """Return the keyword arguments that describe a row's sequences to `attention` and other layers."""
     boundaries = {} if row.added != row.lengths else _boundaries(row)  # a tree has none
     if attention == FLASH:
         return boundaries
@@ -114,7 +113,7 @@ def attention_kwargs(row: PackedRow, attention: str) -> dict[str, Any]:
 
 
 def _boundaries(row: PackedRow) -> dict[str, Any]:
-    """Where the sequences of a row begin and end, by the names that transformers has for it.
+    """Return the boundaries of a row's sequences, by their names in transformers.
 
     Flash attention and linear attention take the first four, convolutions take `seq_idx`.
     """
@@ -135,19 +134,19 @@ def packed_sdpa(
     row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention along each path of a packed row; an attention function as transformers registers them.
+    """Causal attention along each path of a packed row; an attention function for transformers.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]; returns [1, T, heads, D]. mask: bool, lower triangle as
-    large as the longest sequence with a shared prefix. sliding_window: the most tokens that a token attends to, itself
-    included; None: there is no limit. softcap: scores become cap * tanh(score / cap). s_aux: [heads], attention sinks,
-    scores of a token that has no value. With one of these two, the
-    scores of all pairs of tokens exist until the backward pass, and no kernel computes them.
-    Raises NotImplementedError for kinds of attention it does not support, so that none is silently ignored.
+    large as the longest sequence with a shared prefix. sliding_window: the most tokens that a token attends to,
+    including itself; None: no limit. softcap: scores become cap * tanh(score / cap). s_aux: [heads], attention sinks,
+    scores of a token without a value. With softcap or sinks, the scores of all pairs of tokens exist until the backward
+    pass, and no kernel computes them. Raises NotImplementedError for unsupported kinds of attention instead of ignoring
+    them.
     """
     _refuse(options)
     if row.added != row.lengths:
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
-    repeats = query.shape[1] // key.shape[1]  # each head of queries gets keys and values of its own
+    repeats = query.shape[1] // key.shape[1]  # each head of queries gets its own keys and values
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     attend: Attend = partial(scaled_dot_product_attention, scale=scaling)
     if by_scores := softcap is not None or s_aux is not None:
@@ -170,15 +169,9 @@ def packed_sdpa(
 
 
 def _attend_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor,
-    *,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention by its scores, as the models' functions in transformers. query: scaled. attn_mask: bool [n, m]."""
+    """Attention by scores, as in the models' functions in transformers. query: scaled. attn_mask: bool [n, m]."""
     scores = query @ key.transpose(2, 3)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -190,8 +183,8 @@ def _attend_by_scores(
 
 
 def chunk_of(module: torch.nn.Module) -> int | None:
-    """The tokens of the chunks within which an attention layer of a model attends (Llama 4); None: it has none. Such a
-    layer gets its chunks by a mask, and does not tell the attention function of them."""
+    """Return the tokens of a chunk in an attention layer that attends within chunks (Llama 4), else None. A chunked
+    layer gets its chunks by a mask, and does not pass them to the attention function."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     index = getattr(module, "layer_idx", len(kinds))
     chunked = index < len(kinds) and kinds[index] == "chunked_attention"
@@ -199,7 +192,7 @@ def chunk_of(module: torch.nn.Module) -> int | None:
 
 
 def _chunks(chunk: int | None, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The queries of a path that are in each of its chunks, with the keys and values of these.
+    """Yield the queries of a path chunk by chunk, with the keys and values of the chunk.
 
     query: [1, heads, n, D], of the path's last tokens; key and value: [1, heads, length, D].
     """
@@ -211,28 +204,28 @@ def _chunks(chunk: int | None, query: Tensor, key: Tensor, value: Tensor) -> Ite
 
 
 def _within(window: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Iterator[Tensor]:
-    """Attention of the last tokens of a path, each to the `window` tokens that end with it, in parts.
+    """Attention of the last tokens of a path, each to the `window` tokens up to itself, in parts.
 
     query: [1, heads, n, D], key and value: [1, heads, length, D].
     """
     length, size = key.shape[2], min(QUERIES_AT_ONCE, query.shape[2])
     band = torch.ones(size, size + window - 1, dtype=torch.bool, device=key.device).triu().tril(window - 1)
     for start, q in zip(range(length - query.shape[2], length, size), query.split(size, 2), strict=True):
-        count, first = q.shape[2], start - window + 1  # what the first of these queries sees begins there
+        count, first = q.shape[2], start - window + 1  # the first key that the first query sees
         keys = slice(max(0, first), start + count)
         seen = band[:count, max(0, -first) : count + window - 1]
         yield attend(q, key[:, :, keys], value[:, :, keys], attn_mask=seen)
 
 
 def block_mask(row: PackedRow, window: int | None = None, chunk: int | None = None) -> BlockMask:
-    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it. chunk: as
-    `chunk_of` says; a layer has at most one of them.
+    """Return the mask of a row for flex attention: the pairs of tokens that attend. window: as in `packed_sdpa`. chunk:
+    as in `chunk_of`; a layer has either or none.
 
-    A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
-    So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
-    shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
-    out: 3 T^2 bytes. A window or a chunk takes away the blocks of keys that are outside that of each token of a block
-    of queries.
+    A token and its descendants are an interval of the row that begins with the token. Only tokens of the interval
+    attend to the token. So a block of keys concerns a later block of queries if the longest interval of its keys
+    reaches the block of queries, and concerns all of the queries if the shortest interval covers them. PyTorch's
+    `create_block_mask` would compute the mask of every pair of tokens, 3 T^2 bytes. A window or a chunk excludes blocks
+    of keys that are outside the window or chunk of every token in a block of queries.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -247,14 +240,14 @@ def block_mask(row: PackedRow, window: int | None = None, chunk: int | None = No
 
     T = len(below)
     intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
-    starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of each block
+    starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of a block
     earlier = starts > starts.T
     full = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
     some = earlier & (intervals.amax(1) > starts)
     limited = window is not None or chunk is not None
     if limited:
         depth = row.positions[0]
-        # The depth of the first token on a token's path that it sees. It rises with the token's own depth.
+        # The depth of the first token that a token sees on its path. The depth rises with the token's own depth.
         first = depth - depth % chunk if chunk else depth - (window or T) + 1
 
         def of_blocks(values: Tensor, filler: int) -> Tensor:
@@ -273,7 +266,7 @@ def block_mask(row: PackedRow, window: int | None = None, chunk: int | None = No
 
 
 def _as_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and their numbers first, as `BlockMask` stores them."""
+    """Return how many blocks of keys each block of queries has, and their numbers, as in `BlockMask`."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -283,7 +276,7 @@ def packed_flex(
     row: PackedRow, mask_of: Callable[[int | None, int | None], BlockMask], scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like `packed_sdpa`, but one kernel call for the whole row. mask_of: its `block_mask`, by window and chunk."""
+    """`packed_sdpa` with one kernel call for the whole row. mask_of: the row's `block_mask`, by window and chunk."""
     _refuse(options)
     longest, chunk = max(row.lengths), chunk_of(module)
     mask = mask_of(
@@ -300,7 +293,7 @@ def packed_flex(
     )
     if s_aux is not None:
         output, normaliser = output
-        # With one more score s, each share becomes exp(score) / (exp(lse) + exp(s)).
+        # With a sink of score s, each share becomes exp(score) / (exp(lse) + exp(s)).
         share = torch.sigmoid(normaliser.lse - s_aux.to(normaliser.lse.dtype)[None, :, None])
         output = output * share[..., None].to(output.dtype)
     return output.transpose(1, 2).contiguous(), None
@@ -308,7 +301,7 @@ def packed_flex(
 
 @cache
 def _softcapped(cap: float) -> Callable[..., Tensor]:
-    """A modification of scores of flex attention. One function for each cap: another one would be compiled again."""
+    """Return a modification of scores for flex attention. Cached by cap: torch would compile a new function again."""
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -318,8 +311,8 @@ def _softcapped(cap: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled_flex() -> Any:
-    """Rows differ in length. What else differs (heads, gradients, rows of one block) has a graph each. Beyond the
-    limit, fullgraph makes an error of what would go on uncompiled, with the scores of all pairs of tokens."""
+    """Compile flex attention for rows of any length. Other differences (heads, gradients, rows of one block) get a
+    graph each. Beyond the limit, fullgraph raises an error: uncompiled attention would hold all pairs' scores."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=FLEX_GRAPHS)
 
 

@@ -1,9 +1,9 @@
 """The training state in a checkpoint: fp32 weights (masters), Adam's moments, the schedule, random generators.
 
-It is stored as safetensors and JSON, with checksums, in a subfolder of the model folder, which model loaders ignore.
-Each rank writes a *share*: parts of the flattened parameters, [start, stop) each, with their moments. Under ZeRO 1 to 3
-they are the parts that the rank holds, else an equal part of each parameter. Names and places are those of the
-undivided model, so a checkpoint can be loaded with another number of ranks, at another ZeRO stage and with another
+The state is stored as safetensors and JSON, with checksums, in a subfolder of the model folder that model loaders
+ignore. Each rank writes a *share*: parts of the flattened parameters, [start, stop) each, with their moments. Under
+ZeRO 1 to 3 a share has the parts that the rank holds, else an equal part of each parameter. Names and places are of the
+undivided model. So a checkpoint can be loaded with another number of ranks, at another ZeRO stage and with another
 `Division`: each rank reads the parts that it needs. Loading a checkpoint runs no code of its author.
 """
 
@@ -35,15 +35,14 @@ FOLDER = "training"
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
-# What is in memory while checksums are computed.
+# Elements in memory while checksums are computed.
 ELEMENTS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of the state, copied to host memory. tensors: of each of KINDS, all `parts` behind one another,
-    fp32 [n]; and the states of the random generators. parts: in the undivided model. facts: what is stored once, on
-    rank 0."""
+    """One rank's share of the state, copied to host memory. tensors: by each of KINDS, the elements of all `parts` in a
+    row, fp32 [n]; and states of random generators. parts: in the undivided model. facts: stored by rank 0 alone."""
 
     parts: list[Fragment]
     tensors: dict[str, Tensor]
@@ -64,7 +63,7 @@ def share_file(rank: int, ranks: int) -> str:
 class TrainingState:
     """Saves and loads the state of a DeepSpeed engine whose optimizer is torch's AdamW, at any ZeRO stage.
 
-    parameters: the trained ones, by name. division: of the model. control: a CPU process group of all ranks.
+    parameters: the trained parameters, by name. division: of the model. control: a CPU process group of all ranks.
     """
 
     def __init__(
@@ -83,16 +82,17 @@ class TrainingState:
         self._make_moments()
 
     def _make_moments(self) -> None:
-        """Create Adam's moments, so that `load` can fill them: Adam itself creates them only in its first step."""
+        """Create Adam's moments for `load` to fill: Adam would create them only in its first step."""
         adam = self._engine.basic_optimizer
         for tensor in self._optimized():
             zeros = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
-            adam.state[tensor] = {"step": torch.zeros((), device=tensor.device)} | zeros  # there, because it is fused
+            # on the device, because this Adam is fused
+            adam.state[tensor] = {"step": torch.zeros((), device=tensor.device)} | zeros
         if self._stage in (1, 2):
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as its own first step does
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as in the optimizer's own first step
 
     def _optimized(self) -> list[Tensor]:
-        """The tensors that Adam updates: the parameters themselves, or this rank's flat partitions of them."""
+        """Return the tensors that Adam updates: the parameters, or this rank's flat partitions of them."""
         if self._stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self._engine.basic_optimizer.param_groups for tensor in group["params"]]
@@ -100,7 +100,7 @@ class TrainingState:
     # --- what this rank holds
 
     def _share(self) -> Iterator[Fragment]:
-        """The parts of this rank's parameters that it saves."""
+        """Yield the parts of this rank's parameters that the rank saves."""
         for name, parameter in self._parameters.items():
             if self._stage == 0:
                 number, holders = self._division.holders(parameter)
@@ -117,7 +117,7 @@ class TrainingState:
                 yield Fragment(name, start, stop)
 
     def _elements(self, part: Fragment, kind: str) -> Tensor:
-        """The elements of a part that this rank holds, [n], in place."""
+        """Return this rank's elements of a part, [n], as a view."""
         parameter, key = self._parameters[part.name], None if kind == MASTER else kind
         if self._stage == 0:
             tensor = parameter if key is None else self._engine.basic_optimizer.state[parameter][key]
@@ -131,7 +131,7 @@ class TrainingState:
 
     def copy(self, run: str = "") -> Share:
         """Copy this rank's share of the state to host memory: 12 bytes per parameter, divided by the number of ranks
-        (all ranks; they need not be in step). run: the identity of the run, which is stored, too."""
+        (all ranks; the ranks need not be in step). run: the identity of the run, stored with the state."""
         saves = {name: self._stage == 0 or self._division.saves(p) for name, p in self._parameters.items()}
         parts = [part for part in self._share() if saves[part.name]]
         tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
@@ -155,7 +155,7 @@ class TrainingState:
         }
 
     def _adam_step(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Adam's own step count. Under ZeRO 0 a parameter counts only the steps in which it had a gradient."""
+        """Return Adam's step count. Under ZeRO 0 a parameter counts only the steps in which it had a gradient."""
         return self._engine.basic_optimizer.state[parameter if self._stage == 0 else self._optimized()[0]]["step"]
 
     def _shapes(self) -> dict[str, list[int]]:
@@ -167,9 +167,9 @@ class TrainingState:
     def load(self, model: Path, run: str = "") -> None:
         """Restore the state from the model folder `model` (all ranks).
 
-        Each rank reads its own share, after the checksums of an equal part of all shares. run: if it is given, the
-        state has to be of this run, or of no run. Raises UserError on all ranks, before anything is changed, if the
-        folder holds no training state or that of another model or run, or if a share is missing or damaged.
+        Each rank reads its own share, after the checksums of an equal part of all shares. run: if given, the state has
+        to be of this run, or of no run. Raises UserError on all ranks, before anything is changed, if the folder holds
+        no training state, or the state of another model or run, or if a share is missing or damaged.
         """
         opened: list[_StoredState] = []
         agree(lambda: opened.append(_StoredState(model, self._shapes(), run)), self._control)
@@ -191,7 +191,8 @@ class TrainingState:
             stored.read(place, kind, elements)
 
     def _load_everything(self, stored: "_StoredState", kind: str) -> None:
-        """Each rank reads its parts of divided parameters. Of the others, each is read by one rank, which sends it."""
+        """Load all parameters. A rank reads its part of a divided parameter. An undivided parameter is read by one
+        rank, which sends it to all ranks."""
         ranks = dist.get_world_size()
         for number, (name, parameter) in enumerate(self._parameters.items()):
             everything = Fragment(name, 0, parameter.numel())
@@ -204,10 +205,10 @@ class TrainingState:
             self._elements(everything, kind).copy_(flat)
 
     def _update_weights(self) -> None:
-        """Round the masters to the weights, as DeepSpeed does at the end of its own step (all ranks)."""
+        """Round the masters to the weights, as DeepSpeed does at the end of a step (all ranks)."""
         optimizer = self._engine.optimizer
         if self._stage == 3:
-            optimizer.checkpoint_event_prologue()  # no parameter is gathered then
+            optimizer.checkpoint_event_prologue()  # afterwards no parameter is gathered
             for number in range(len(optimizer.fp32_partitioned_groups_flat)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
             optimizer.checkpoint_event_epilogue()
@@ -225,15 +226,15 @@ class TrainingState:
     def _set_schedule(self, steps: int) -> None:
         """Restore only the step count: the learning rates follow from the configuration of this run."""
         schedule = self._engine.lr_scheduler
-        # `step` adds 1 to last_epoch. With _step_count 0 it does not take this call for its second, at which it warns.
+        # `step` adds 1 to last_epoch. With _step_count 0 this call counts as the first and does not warn.
         schedule.load_state_dict(schedule.state_dict() | {"last_epoch": steps - 1, "_step_count": 0})
         schedule.step()
         schedule.load_state_dict(schedule.state_dict() | {"_step_count": steps + 1})
 
 
 class _StoredState:
-    """The training state in the model folder `model`, with all its files open. shapes: of the run's parameters. run:
-    its identity, if it has to be that of the state. Raises UserError."""
+    """The training state in the model folder `model`, with all files open. shapes: of the run's parameters. run: the
+    identity that the state has to have, or "". Raises UserError."""
 
     def __init__(self, model: Path, shapes: Mapping[str, list[int]], run: str) -> None:
         file = model / STATE_FILE
@@ -267,7 +268,7 @@ class _StoredState:
             ) from error
 
     def _note_places(self, rank: int) -> None:
-        """Note of each part in the share of a rank the share and the place in its tensors."""
+        """Note the share and the place in its tensors for each part of a rank's share."""
         share, place = self._shares[rank], 0
         for part in (Fragment(*part) for part in json.loads(share.metadata()["parts"])):
             self._places[part.name].append((part, rank, place))
@@ -283,7 +284,7 @@ class _StoredState:
                 raise ValueError(f"{name} is not stored as a whole")
 
     def _check_sums(self, rank: int) -> None:
-        """Compare the tensors in the share of a rank with their checksums."""
+        """Compare the tensors of a rank's share with their checksums."""
         share = self._shares[rank]
         for name, checksum in json.loads(share.metadata()["sums"]).items():
             stored = share.get_slice(name)
@@ -304,7 +305,7 @@ class _StoredState:
         return self._shares[rank].get_slice(kind)[first:last]
 
     def set_random_states(self) -> None:
-        """Restore this rank's random generators. A rank or kind of device that is not stored keeps its state."""
+        """Restore this rank's random generators. Ranks and kinds of device without a stored state keep their state."""
         setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
         if dist.get_rank() < len(self._shares):
             share = self._shares[dist.get_rank()]
@@ -322,7 +323,7 @@ def _checksum(pieces: Iterable[Tensor]) -> int:
 
 
 def _cut(flat: Tensor, parts: Iterable[Fragment]) -> Iterator[tuple[Fragment, Tensor]]:
-    """Each part with its elements of `flat`, which has all parts behind one another."""
+    """Yield the parts with their elements of `flat`, which holds all parts in a row."""
     place = 0
     for part in parts:
         yield part, flat[place : place + part.size]

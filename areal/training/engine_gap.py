@@ -1,8 +1,8 @@
 """Compares an engine with the trainer on a few tokens of each batch. No I/O and no clock.
 
-`logprob_gap` needs tokens that were sampled by exactly the version in training; under a large bound on staleness most
-steps have none. For `engine_gap` an engine computes the log-probs of one sample of the batch under the version with
-which the step begins, as the step does anyway.
+`logprob_gap` needs tokens of exactly the version in training; under a large bound on staleness most steps have none.
+For `engine_gap` an engine computes the log-probs of one sample of the batch under the version with which the step
+begins. The step computes these log-probs anyway.
 """
 
 from collections import deque
@@ -15,19 +15,19 @@ import numpy as np
 from areal.samples.trajectory import Group
 
 PROBE_TOKENS = 256
-"""An engine computes the logits of all of them at once, in fp32."""
-# The gap that is unusual where the usual gap is not known, nats.
+"""The engine computes the logits of all probed tokens at once, in fp32."""
+# The gap, in nats, that is unusual while the usual gap is unknown.
 GAP = 0.05
-# The gap of an engine is unusual from so many times the usual gap on, and above what fp32 leaves of sums.
+# A gap is unusual above this multiple of the usual gap, and above the rounding of sums in fp32.
 TIMES_USUAL, LEAST_GAP = 10.0, 1e-5
-# What the gap is as a rule is known from so many on. One above that of the alert is unusual before.
+# The usual gap is known from this number of gaps on. Before, a gap above the alert's limit is unusual.
 KNOWN = 3
 KEPT = 64
 
 
 class Probe(NamedTuple):
-    """The first tokens of a sample. tokens: int32 [T], T <= PROBE_TOKENS. sampled: int [n], the places of those that
-    were sampled. start: the place of the first one in the columns of `TokenValues`."""
+    """The first tokens of a sample. tokens: int32 [T], T <= PROBE_TOKENS. sampled: int [n], the places of sampled
+    tokens. start: the place of the first sampled token in the columns of `TokenValues`."""
 
     tokens: np.ndarray
     sampled: np.ndarray
@@ -35,8 +35,8 @@ class Probe(NamedTuple):
 
 
 def probe_of(groups: Sequence[Group], every: int = 1) -> Probe | None:
-    """The sample with the most sampled tokens among its first PROBE_TOKENS. None: no sample has one there. every: the
-    first of so many groups in a row are looked at, which are those of the first of so many minibatches."""
+    """Choose the sample with the most sampled tokens among its first PROBE_TOKENS, or None if no sample has one. every:
+    the number of minibatches; only the groups of the first minibatch, every `every`-th, are considered."""
     best, start = None, 0
     for number, sample in ((number, sample) for number, group in enumerate(groups) for sample in group.trajectories):
         sampled = np.flatnonzero(sample.sampled[:PROBE_TOKENS])
@@ -59,7 +59,7 @@ class EngineGaps:
         self._unusual: set[str] = set()
 
     def add(self, engine: str, version: int, gap: float) -> str | None:
-        """Add a gap. Returns a sentence if it is far larger than those before, for the first of such in a row."""
+        """Add a gap. Returns a sentence if the gap is far above earlier gaps, once for several such gaps."""
         known = len(self._usual) >= KNOWN
         if gap <= (unusual_gap(median(self._usual)) if known else GAP):  # NaN is unusual
             self._usual.append(gap)

@@ -1,9 +1,9 @@
-"""The floating-point operations of a training step, and how many a device can do: what `mfu` is made of.
+"""The floating-point operations of a training step, and the peak of a device: together `mfu`.
 
-The operations are those that the model needs (PaLM, arXiv 2204.02311, appendix B). A weight takes two for each token
-forward, two more for the gradient of its layer's input, and two more for its own gradient if it is trained. Tokens that
-attend to each other take, for each pair, four times the size of all heads forward, and eight times backward. What is
-computed again to save memory does not count.
+The operations are the model's minimum (PaLM, arXiv 2204.02311, appendix B). A weight takes two operations for each
+token forward, two more for the gradient of its layer's input, and two more for its own gradient if the weight is
+trained. A pair of tokens that attend takes four times the size of all heads forward, and eight times backward.
+Operations that are repeated to save memory do not count.
 """
 
 import time
@@ -23,14 +23,15 @@ KNOWN = {
     "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
 }  # fmt: skip
 SMALLEST, LARGEST, LEAST_SECONDS, REPEATS = 64, 1024, 0.01, 5
-"""A product of matrices measures a CPU: their sides, its least time (unless largest), and tries; the fastest counts."""
+"""A product of matrices measures a CPU: side lengths, least time (unless largest), and tries; the fastest try counts.
+"""
 
 
 class Operations:
     """Counts the operations of rows of one model.
 
     module: the model, before or after DeepSpeed has partitioned its parameters. Weights of experts count by the share
-    of the experts that a token takes.
+    of experts that a token takes.
     """
 
     def __init__(self, module: Any) -> None:
@@ -53,7 +54,7 @@ class Operations:
         self._layers = layers_by_window(sizes)
 
     def of(self, row: PackedRow, *, backward: bool) -> float:
-        """The operations of a row's forward pass, and if `backward` of its backward pass too."""
+        """Return the operations of a row's forward pass, and, if `backward`, of its backward pass too."""
         if not len(row.batch_index):
             return 0.0
         tokens, predicted = sum(row.added), len(row.predicts)
@@ -68,7 +69,7 @@ class Operations:
 
 
 def experts_of(sizes: Any) -> tuple[int, int]:
-    """How many routed experts a layer has, and how many a token takes; or 0. sizes: of transformers, by family."""
+    """Return how many routed experts a layer has, and how many a token takes, or 0. sizes: of transformers."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(sizes, name, None), int) and value), 0)
@@ -77,7 +78,7 @@ def experts_of(sizes: Any) -> tuple[int, int]:
 
 
 def layers_by_window(sizes: Any) -> Counter[int | None]:
-    """How many layers of a model have attention with each window; None: with none. sizes: the model's text config."""
+    """Count the layers of a model by the window of their attention; None: no window. sizes: the model's text config."""
     window = getattr(sizes, "sliding_window", None) or None
     kinds = getattr(sizes, "layer_types", None)
     if not kinds:
@@ -86,15 +87,14 @@ def layers_by_window(sizes: Any) -> Counter[int | None]:
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """The pairs of a token and one that it attends to, in a sequence by itself."""
+    """Return the number of pairs of a token and a token that it attends to, in a sequence alone."""
     outside = max(0, length - (window or length))
     return (length * (length + 1) - outside * (outside + 1)) / 2
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """Dense TFLOP/s of one device: known for common GPUs in bf16, measured on a CPU with this process's threads.
-
-    None for other GPUs."""
+    """Return the dense TFLOP/s of a device: a table for common GPUs in bf16, a measurement for a CPU with this
+    process's threads. None for other GPUs."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((float(peak) for part, peak in KNOWN.items() if part in name and dtype == "bfloat16"), None)
@@ -103,8 +103,8 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 @cache
 def _measured_tflops(dtype: str, threads: int) -> float:
-    """Of the CPU with the `threads` that torch has. Measured once in a process, since it takes half a second."""
-    size = SMALLEST  # in bf16, a CPU without instructions for it takes a hundred times as long
+    """Measure the CPU with torch's `threads`, once in a process, since the measurement takes half a second."""
+    size = SMALLEST  # a CPU without bf16 instructions takes a hundred times as long
     while size < LARGEST and _seconds_of_product(size, dtype) < LEAST_SECONDS:
         size *= 2
     return 2 * size**3 / min(_seconds_of_product(size, dtype) for _ in range(REPEATS)) / 1e12

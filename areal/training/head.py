@@ -1,10 +1,10 @@
 """From hidden states to log-probabilities and entropies, without the logits of a whole row.
 
 The logits of a row of 32,768 tokens and a vocabulary of 151,936 take 10 GB in bf16, and their gradient as much again.
-So the matrix product with the head's weight is made part of `linear_logprobs`: the forward pass takes some tokens at a
-time, the backward pass some words at a time, for which it computes the logits again. Each block of the gradient of the
-head's weight is then one product over all tokens, summed in fp32 inside the product. A logit's gradient is complete in
-fp32 before it is rounded: where p is near 1, g - g p is far smaller than each of its terms.
+So `linear_logprobs` includes the matrix product with the head's weight. The forward pass takes some tokens at a time.
+The backward pass takes some words at a time, and computes their logits again. Each block of the gradient of the head's
+weight is then one product over all tokens, summed in fp32 inside the product. A logit's gradient is complete in fp32
+before rounding: where p is near 1, g - g p is far smaller than both terms.
 """
 
 import math
@@ -15,26 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
+from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config.trainer_section import CriticConfig
 
 AT_ONCE = 1 << 25
 """Most logits that exist at once (128 MiB in fp32)."""
 PROBE = (0.01, 1e12, *(float(x) for x in range(-100, 101, 5)))
-"""Logits for which `Head.measure` asks the model what it makes of them."""
+"""Logits that `Head.measure` passes through the model to find its `LogitCurve`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitCurve:
-    """What a model does to the products of its head: scale * x, or cap * tanh(scale * x / cap) (softcapping)."""
+    """The model's function on the products of its head: scale * x, or cap * tanh(scale * x / cap) (softcapping)."""
 
     scale: float = 1.0
     cap: float = math.inf
 
     def scores(self, logits: Tensor, temperature: float) -> Tensor:
-        """The final logits divided by the temperature, in fp32. Overwrites `logits` if it is fp32."""
+        """Return the final logits divided by the temperature, in fp32. Overwrites `logits` in fp32."""
         scores = logits.float()
         if self.cap < math.inf:
             return scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
@@ -74,8 +75,8 @@ class _LinearLogprobs(torch.autograd.Function):
             normaliser[part] = sums.log()
             if with_entropy:
                 entropy[part] = normaliser[part] - scores.mul_(powers).sum(-1) / sums
-            del scores, powers  # before the next ones are made
-        # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
+            del scores, powers  # before the next scores are made
+        # `top` and `normaliser` stay apart: their sum would lose the small normaliser of a likely token.
         context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser, entropy)
         context.temperature, context.curve = temperature, curve
         context.set_materialize_grads(False)  # most losses do not depend on the entropies
@@ -116,17 +117,17 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _differentiate(scores: Tensor, rows: tuple[Tensor, ...], of_entropy: bool) -> Tensor:
-    """The derivative by the scores [U, W], which are overwritten, apart from that of the targets' own log-probs."""
+    """Return the derivative by the scores [U, W], without the part of the targets' log-probs. Overwrites `scores`."""
     top, normaliser, entropy, sums, pulls = (values[:, None] for values in rows)
     scores -= top
     if not of_entropy:
-        return scores.exp_().mul_(-sums * (-normaliser).exp())  # so that the normaliser takes no pass of its own
+        return scores.exp_().mul_(-sums * (-normaliser).exp())  # the normaliser takes no separate pass here
     scores -= normaliser  # the entropy's derivative by a score is -p (log p + entropy)
     return scores.exp().mul_(scores.add_(entropy).mul_(-pulls).sub_(sums))
 
 
 def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor | slice]]:
-    """Slices of range(count), `size` long, each with the indices of the `keys` that lie in it."""
+    """Yield slices of range(count), `size` long, each with the indices of the `keys` inside the slice."""
     starts = range(0, count, max(1, size))
     indices: Sequence[Tensor | slice] = [slice(None)]
     if len(starts) > 1:
@@ -148,9 +149,9 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
-    hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
-    [S]. Returns [S] and [S], in nats. Where gradients are off, entropies are NaN: no pass without gradients reads them,
-    and they take a third of the time beside the product (measured on a CPU with 152k words).
+    hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], the row of `hidden` for each target; targets: [S].
+    Returns [S] and [S], in nats. Without gradients, entropies are NaN: no pass without gradients reads entropies, which
+    take a third of the time beside the product (measured on a CPU with 152k words).
     """
     inputs = hidden, weight, bias, distribution, targets, temperature, curve
     return _LinearLogprobs.apply(*inputs, torch.is_grad_enabled())
@@ -160,13 +161,13 @@ class Head:
     """Makes `model`, a causal language model of transformers, return log-probabilities in place of logits.
 
     The model's own forward pass runs with a module in the head's place that keeps the hidden states. Then the head is
-    called with these, from within the model's forward method and as a module, because ZeRO 3 gathers the weights of
-    modules when they are called. Raises UserError if the model's head is not a linear layer.
+    called with the hidden states, from within the model's forward method and as a module, because ZeRO 3 gathers the
+    weights of modules when they are called. Raises UserError if the model's head is not a linear layer.
     """
 
     def __init__(self, model: Any) -> None:
         self.curve = LogitCurve()
-        self.critic: ValueHead | None = None
+        self.critic: Any = None
         self._model = model
         self._linear = model.get_output_embeddings()
         if type(self._linear) is not torch.nn.Linear:
@@ -189,16 +190,17 @@ class Head:
 
     @property
     def embeddings(self) -> torch.nn.Module:
-        """The module that makes the embeddings of the model's input."""
+        """The module that makes the embeddings of the input."""
         return self._model.get_input_embeddings()
 
-    def add_critic(self, config: CriticConfig) -> "ValueHead":
-        """A new critic, whose values the model returns from now on."""
-        self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype, config)
+    def add_critic(self, config: CriticConfig) -> Any:
+        """Return a new critic. From now on the model also returns the critic's values."""
+        value_head = extensions.need("critic", "head", "trainer.critic").load()
+        self.critic = value_head(self._linear.in_features, self._linear.weight.dtype, config)
         return self.critic
 
     def refuse_adapters(self) -> None:
-        """Raise UserError if adapters were put around the head: the head's own weight is then not all of it."""
+        """Raise UserError if adapters were put around the head: the head's weight is then incomplete."""
         if getattr(self._parent, self._name) is not self._linear:
             raise UserError(
                 f"trainer.lora.target_modules includes the output layer {self._name}, which cannot have an adapter: "
@@ -207,9 +209,9 @@ class Head:
 
     @torch.no_grad()
     def measure(self, module: torch.nn.Module, **inputs: Any) -> None:
-        """Find the model's `curve` in a forward pass (all ranks). module: the model, or what wraps it.
+        """Find the model's `curve` in a forward pass (all ranks). module: the model, or a wrapper.
 
-        Raises UserError if the model does anything else to its logits than scaling and softcapping.
+        Raises UserError if the model changes its logits by more than scaling and softcapping.
         """
         probe = torch.tensor(PROBE, device=self._linear.weight.device)[None, None]
         logits = module(probe=probe, **inputs)[0, 0].double()
@@ -234,7 +236,7 @@ class Head:
     ) -> Any:
         """The model's new forward method: log-probs, entropies, [S], of a `PackedRow`'s tokens; a critic's values.
 
-        probe: given back as what the model makes of these logits.
+        probe: logits to return as the model changes them, for `measure`.
         """
         tap = _Tap(probe, self._linear.weight)
         setattr(self._parent, self._name, tap)
@@ -256,43 +258,14 @@ class Head:
         return linear_logprobs(hidden, head.weight, head.bias, distribution, targets, temperature, self.curve)
 
 
-class ValueHead(torch.nn.Linear):
-    """The critic: what a token is expected to be credited with, from the hidden state that the token is drawn from.
-
-    That is the state before the token. The value is the mean of the products of weights and features, which have a root
-    mean square of 1: so a learning rate says how far a value moves in a step, whatever the width of the model, and the
-    gradient of the weights is small beside that of the body when the norm is clipped. At first all values are 0.
-    share: of the gradient of the values by the hidden states, what the body gets. policy_share: of the policy's loss,
-    what counts beside that of the values. Both are 0 in the optimizer steps that train the head alone.
-    """
-
-    def __init__(self, width: int, dtype: torch.dtype, config: CriticConfig) -> None:
-        super().__init__(width, 1, dtype=dtype)
-        self._config = config
-        torch.nn.init.zeros_(self.weight)
-        torch.nn.init.zeros_(self.bias)
-        self.follow(0)
-
-    def follow(self, steps: int) -> None:
-        """Set the shares, after so many optimizer steps of the run."""
-        alone = steps < self._config.warmup_steps
-        self.share, self.policy_share = (0.0, 0.0) if alone else (self._config.coef, 1.0)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [U, H]. Returns fp32 [U]."""
-        hidden = hidden.detach() + self.share * (hidden - hidden.detach())
-        features = rms_norm(hidden.float(), hidden.shape[-1:])
-        return linear(features, self.weight.float() / hidden.shape[-1], self.bias.float())[:, 0]
-
-
 class _Tap(torch.nn.Module):
     """Takes the head's place for a forward pass, keeps the hidden states, and returns them or `probe`. weight: of the
-    head, whose dtype some models ask for."""
+    head; some models read its dtype."""
 
     def __init__(self, probe: Tensor | None, weight: Tensor) -> None:
         super().__init__()
         self.probe = probe
-        self.__dict__["weight"] = weight  # no parameter of this module
+        self.__dict__["weight"] = weight  # not a parameter of this module
         self.hidden = torch.empty(0)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Log-probs among the words that sampling has kept, where top-p, top-k or min-p left words out.
 
-A token is drawn from the model's distribution over the kept words, renormalised. So all policies that a loss compares,
-behaviour, proximal, current and reference, are distributions over the words that were kept when the token was sampled.
+A token is drawn from the model's distribution over the kept words, renormalised. So all policies of a loss, behaviour,
+proximal, current and reference, are distributions over the words that were kept when the token was sampled.
 """
 
 import math
@@ -14,8 +14,7 @@ from areal.training.packed import PackedRow
 
 
 def with_kept_words(row: PackedRow, words: Tensor) -> PackedRow:
-    """The row with all kept words of its S tokens as further targets, those of one token after another's. words: int64
-    [S, k], below 0 where there is none."""
+    """Return the row with the S tokens' kept words as further targets. words: int64 [S, k]; no word: below 0."""
     present = words >= 0
     return replace(
         row,
@@ -25,8 +24,9 @@ def with_kept_words(row: PackedRow, words: Tensor) -> PackedRow:
 
 
 def among_kept_words(words: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The log-probs and entropies of the S tokens among their kept words, a critic's values, the log of what all kept
-    words had, [S] each, and the log-probs of these words, [S, k]. outputs: of a row of `with_kept_words`."""
+    """Return the log-probs and entropies of the S tokens among their kept words, a critic's values, the log of the kept
+    words' total probability, [S] each, and the log-probs of all kept words, [S, k]. outputs: of a row of
+    `with_kept_words`."""
     (logp, _, *values), count = outputs, len(words)
     of_words = torch.full(words.shape, -math.inf, device=logp.device).masked_scatter(words >= 0, logp[count:])
     mass = of_words.logsumexp(1)

@@ -1,8 +1,7 @@
 """Dynamic micro-batches: Algorithm 1 of the AReaL paper (arXiv 2505.24298), and their distribution over ranks.
 
-Sequences are packed by length under a token cap, with no padding. `fixed_number` is what the paper compares this with
-in its figure 6a. Everything here is a pure function of the
-lengths and of the number of shared tokens, so every rank computes the same plan by itself.
+Sequences are packed by length under a token cap, with no padding. `fixed_number` is the paper's baseline in figure 6a.
+All functions depend only on lengths and on numbers of shared tokens, so every rank computes the same plan alone.
 """
 
 from collections.abc import Sequence
@@ -13,12 +12,15 @@ from itertools import pairwise
 def microbatches(lengths: Sequence[int], cap: int, k_min: int = 1) -> list[list[int]]:
     """Pack sequences into micro-batches of at most `cap` tokens.
 
-    Sequences are placed longest first. A sequence opens a new micro-batch while there are fewer than `k_min`, or if it
-    fits into none. Otherwise it goes into the fitting one with the fewest sequences (the first of these).
+    Sequences are placed longest first. A sequence opens a new micro-batch while there are fewer than `k_min`, or if no
+    micro-batch has room. Otherwise the sequence goes into the micro-batch with room that has the fewest sequences.
 
-    lengths: tokens of each sequence. Returns the indices of each micro-batch's sequences; every index is in exactly
-    one of them. A sequence longer than `cap` has a micro-batch of its own: it cannot be cut, and dropping it would
-    train on short answers only. Raises ValueError if `cap`, `k_min` or a length is below 1.
+    lengths: tokens of each sequence. Returns the indices of each micro-batch's sequences; every index occurs once. A
+    sequence longer than `cap` gets its own micro-batch: a sequence cannot be cut, and dropping it would train on short
+    answers only. Raises ValueError if `cap`, `k_min` or a length is below 1.
+
+        >>> microbatches([5, 3, 2, 2], cap=8)
+        [[0, 1], [2, 3]]
     """
     if cap < 1 or k_min < 1 or any(length < 1 for length in lengths):
         raise ValueError(f"cap ({cap}), k_min ({k_min}) and all lengths must be at least 1")
@@ -41,14 +43,14 @@ def split_over_ranks(
 ) -> list[list[list[int]]]:
     """Distribute sequences over `ranks`, balanced in tokens, and pack each rank's share with `microbatches`.
 
-    shared: the number of first tokens that each sequence has in common with the one before it. If both are in the same
-    micro-batch, these tokens are computed once and count once. So sequences with shared tokens are distributed in runs.
-    Several limits on the length of a run, up to the cap, are tried; the one is taken that leaves the fewest tokens on
-    the fullest rank.
+    shared: the number of first tokens that a sequence has in common with its predecessor. In the same micro-batch,
+    shared tokens are computed once and count once. So sequences with shared tokens are distributed in runs. Several
+    limits on the length of a run, up to the cap, are tried: the best limit leaves the fewest tokens on the fullest
+    rank.
 
-    Returns one list of micro-batches per rank, largest first. Without shared tokens, ranks differ by at most the
-    longest sequence in tokens. All ranks have the same number of micro-batches, since under ZeRO-3 every forward and
-    backward pass is a collective; a rank with too few sequences gets empty ones. Raises ValueError as `microbatches`
+    Returns a list of micro-batches per rank, largest first. Without shared tokens, ranks differ by at most the longest
+    sequence in tokens. All ranks have the same number of micro-batches, since under ZeRO-3 every forward and backward
+    pass is a collective; a rank with too few sequences gets empty micro-batches. Raises ValueError as `microbatches`
     does.
     """
     shared = [0] * len(lengths) if shared is None else shared
@@ -58,11 +60,11 @@ def split_over_ranks(
 
 
 def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]]:
-    """Distribute sequences 0 to `sequences` - 1 over `ranks`, in `count` micro-batches each, without regard to their
-    lengths: neighbours stay together, and two micro-batches differ by at most one sequence.
+    """Distribute sequences 0 to `sequences` - 1 over `ranks`, in `count` micro-batches each, without regard to lengths:
+    neighbours stay together, and two micro-batches differ by at most one sequence.
 
-    Returns `count` micro-batches per rank, or fewer if there are too few sequences: then each has one, except that some
-    ranks may have an empty one. Raises ValueError if `ranks` or `count` is below 1.
+    Returns `count` micro-batches per rank. With too few sequences a rank gets fewer micro-batches, each of a single
+    sequence; some ranks may have an empty micro-batch. Raises ValueError if `ranks` or `count` is below 1.
     """
     if ranks < 1 or count < 1:
         raise ValueError(f"ranks ({ranks}) and count ({count}) must be at least 1")
@@ -74,7 +76,7 @@ def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class SequenceRange:
-    """Sequences `start` to `stop - 1`, and their number of tokens with each shared prefix counted once."""
+    """Sequences `start` to `stop - 1`. tokens: of the sequences, with shared prefixes counted once."""
 
     start: int
     stop: int
@@ -109,7 +111,7 @@ def _dealt(runs: Sequence[SequenceRange], ranks: int, cap: int) -> tuple[int, li
         tokens[least] += run.tokens
 
     rounds, packed = 0, [microbatches([run.tokens for run in share], cap) for share in shares]
-    while (count := max(map(len, packed))) > rounds:  # with a larger k_min, a rank may need one micro-batch more
+    while (count := max(map(len, packed))) > rounds:  # with a larger k_min, a rank may need another micro-batch
         rounds = count
         packed = [microbatches([run.tokens for run in share], cap, k_min=rounds) for share in shares]
 

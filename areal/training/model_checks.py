@@ -1,9 +1,8 @@
-"""Checks on the model itself: that `packed` has its kinds of attention, and that the sequences of a row do not see each
-other.
+"""Checks on the model itself: `packed` computes its kinds of attention, and sequences of a row do not see each other.
 
-Attention keeps the sequences of a row apart, because it is ours. Other layers do so only if the installed version of
-transformers, and of the kernels that it uses on this device, takes the boundaries of sequences: linear attention and
-convolutions run over the whole row otherwise. Nothing fails then, only the numbers are wrong.
+Our attention keeps the sequences of a row apart. Other layers do so only if the installed version of transformers, and
+the installed kernels for this device, take the boundaries of sequences: otherwise linear attention and convolutions run
+over the whole row. Nothing fails in such a case, only the numbers are wrong.
 """
 
 import sys
@@ -18,16 +17,16 @@ from areal.samples.trajectory import random_groups
 from areal.training.packed import FlatBatch, PackedRow, pack
 
 LENGTHS, PREFIX = (13, 12, 9), 5
-"""Tokens of the sequences of the check, and how many of them all have in common."""
+"""Tokens of the check's sequences, and the length of their common prefix."""
 TOLERANCE = 0.2
 """Largest median difference between log-probs of a packed row and of sequences alone, as a share of the log-probs'
 standard deviation. In bf16, rounding takes a few hundredths; wrong positions take most of the deviation."""
 
 
 def what_is_missing(model: Any, windows: Sequence[int | None], longest: int | None) -> str | None:
-    """Why the attention of a model cannot be computed, although its config.json shows no reason; None: it can.
+    """Return why the attention of a model cannot be computed although config.json shows no reason, or None.
 
-    windows: that attention layers asked for in a pass. longest: tokens of a sequence; None: the model's limit.
+    windows: of the attention layers in a pass. longest: tokens of a sequence; None: the model's limit.
     """
     if not windows and any("Attention" in type(part).__name__ for part in model.modules()):
         return "its layers do not call the attention function: take another model"
@@ -51,11 +50,12 @@ def keeps_apart(
     *,
     prefix_tree: bool,
 ) -> bool:
-    """Whether a row of several sequences gives each of them the log-probs that it has alone (all ranks).
+    """Return whether sequences have the same log-probs in a common row as alone (all ranks).
 
-    No log-prob of a sequence may depend on another sequence's tokens. So its gradient with respect to their embeddings
-    must be exactly 0, in any dtype; besides, log-probs must be those of each sequence alone, except for rounding.
-    forward: log-probs of a row, and more; embeddings: the module that makes its tokens' embeddings.
+    No log-prob of a sequence may depend on another sequence's tokens. So the gradient with respect to the other tokens'
+    embeddings must be exactly 0, in any dtype. Besides, log-probs must equal the log-probs of each sequence alone,
+    except for rounding. forward: log-probs of a row, first in a tuple; embeddings: the module that makes the tokens'
+    embeddings.
     """
     flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1, prefix_tree=prefix_tree)
     trained, members = flat.trained(None), range(len(flat.lengths))
@@ -77,7 +77,7 @@ def influence_of(
     row: PackedRow,
     chosen: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probs of a row, [S], and the size of the gradient of the chosen ones for each token's embedding, [T]."""
+    """Return the log-probs of a row, [S], and the size of the chosen log-probs' gradient by embedding, [T]."""
     seen: list[Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:

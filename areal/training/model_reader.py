@@ -1,4 +1,4 @@
-"""Reads a model for training: where its weights go, and that it gives the same log-probs in every pass."""
+"""Reads a model for training: places its weights, and makes every pass give the same log-probs."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from areal.weights.wrappers import arguments_for_text, published_shapes
 
 
 def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
-    """Compute the rotary frequencies again in fp32: under ZeRO 3 a bf16 model is loaded with rounded ones."""
+    """Compute the rotary frequencies again in fp32: under ZeRO 3 a bf16 model is loaded with rounded frequencies."""
     if any(buffer.dtype != torch.float32 for buffer in rotary.buffers()):
         rotary.float()
         model._init_weights(rotary)
 
 
 def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
-    """Have all rows take LongRoPE's frequencies for long sequences if some sequence may be that long, as vLLM does.
-    transformers takes those of the longest sequence of a row for all of the row."""
+    """Have all rows use LongRoPE's frequencies for long sequences if some sequence may be long, as vLLM does.
+    transformers applies the frequencies of a row's longest sequence to the whole row."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sizes: Any = rotary.config
@@ -37,14 +37,14 @@ def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
 
 
 def _disable_noise(part: torch.nn.Module) -> None:
-    """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
-    pi_theta of a token must be the same number in every pass."""
+    """Set a module's dropout and jitter to 0, and have routers choose experts as outside training: pi_theta of a token
+    must be the same number in every pass."""
     if isinstance(part, torch.nn.Dropout):
         part.p = 0.0
-    if "Router" in type(part).__name__:  # its jitter may say which experts are near enough
+    if "Router" in type(part).__name__:  # a router's jitter may limit the choice of experts
         part.eval()
         return
-    for name, value in vars(part).items():  # such as attention_dropout, applied by attention functions
+    for name, value in vars(part).items():  # for example attention_dropout, applied by attention functions
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(part, name, 0.0)
 
@@ -70,9 +70,9 @@ class ModelReader:
     longest: int | None
 
     def read(self, folder: Path) -> torch.nn.Module:
-        """The model in `folder`, in training mode (all ranks). Raises UserError if it cannot be read.
+        """Return the model in `folder`, in training mode (all ranks). Raises UserError if the model cannot be read.
 
-        Under ZeRO 3 it is partitioned at once, so that no rank holds it whole.
+        Under ZeRO 3 the model is partitioned at once, and no rank holds the whole model.
         """
         with importing():
             from transformers import modeling_utils
@@ -83,7 +83,7 @@ class ModelReader:
             if self.stage == 3:
                 known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))  # noqa: F841
                 stack.callback(unset_hf_deepspeed_config)
-                if dist.get_rank():  # transformers takes the weights of rank 0, but copies those of experts everywhere
+                if dist.get_rank():  # transformers takes the weights of rank 0, but copies experts on every rank
                     read = modeling_utils.load_state_dict
                     stack.callback(setattr, modeling_utils, "load_state_dict", read)
                     modeling_utils.load_state_dict = lambda *file, **how: {
@@ -98,7 +98,7 @@ class ModelReader:
             from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
+        # If each rank has all weights, load them onto the GPU: host memory would need room for a model per rank.
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self.stage < 3 else None
         causes = ImportError, KeyError, OSError, SafetensorError, ValueError
         message = f"{folder} does not hold a model that transformers can load: {{why}}"
@@ -112,7 +112,7 @@ class ModelReader:
                 output_loading_info=True,
                 **arguments_for_text(folder),
             )
-        if lacks := sorted(report["missing_keys"]):  # transformers gives them random values
+        if lacks := sorted(report["missing_keys"]):  # transformers fills missing keys with random values
             raise UserError(f"The model {folder} has no {lacks[0]}, which its config.json describes.")
         for part in module.train().modules():
             _disable_noise(part)

@@ -10,15 +10,15 @@ DEPTH = 4
 
 
 class OffloadedTensors:
-    """The memory of tensors that may be away from their device: `leave` copies it to host memory and frees it,
-    `come_back` undoes this. All views of a memory stay valid, whoever holds them. In between nobody may use them."""
+    """The memory of tensors that may be away from their device: `leave` copies the memory to the host and frees it,
+    `come_back` undoes this. All views of a memory stay valid, but must not be used while the memory is away."""
 
     def __init__(self) -> None:
         self._away: list[tuple[UntypedStorage, UntypedStorage]] = []
         self._copies: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # kept, since pinned memory is slow to get
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Free the memory of `tensors`, except memory that torch may not resize, such as that of mapped files."""
+        """Free the memory of `tensors`, except memory that torch may not resize, such as mapped files."""
         memories = {memory._cdata: memory for memory in (tensor.untyped_storage() for tensor in tensors)}
         for key, memory in memories.items():
             if not (memory.nbytes() and memory.resizable()):
@@ -40,7 +40,7 @@ class OffloadedTensors:
 
 
 def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """The tensors in nested collections, with their gradients."""
+    """Yield the tensors in nested collections, with their gradients."""
     if isinstance(value, Tensor):
         yield value
         if value.is_leaf and value.grad is not None:

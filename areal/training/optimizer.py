@@ -25,15 +25,18 @@ BUCKET, LARGEST_BUCKET = 50_000_000, 500_000_000
 
 
 def bucket_elements(sizes: Mapping[str, int]) -> int:
-    """Elements of the buffer in which ZeRO gathers gradients before it sends them: as many as the largest weight of a
-    layer has; those of larger parameters, embeddings, are sent alone. DeepSpeed's own number takes 2 GB of any GPU.
-    sizes: of the trained parameters, by name."""
+    """Return the number of elements in the buffer of gradients that ZeRO sends: the largest weight of a layer. Larger
+    parameters, embeddings, are sent alone. DeepSpeed's own number takes 2 GB of any GPU. sizes: of the trained
+    parameters, by name.
+
+        >>> bucket_elements({"model.layers.0.q": 4096, "lm_head": 8192})
+        12288"""
     in_layers = max((size for name, size in sizes.items() if re.search(r"\.\d+\.", name)), default=0)
     return min(max(in_layers, BUCKET), LARGEST_BUCKET, sum(sizes.values()))
 
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters as groups for Adam. Norms and biases (one dimension) do not decay, as in Megatron."""
+    """Return the trained parameters as groups for Adam. Norms and biases (1-D) do not decay, as in Megatron."""
     if not weight_decay:
         return [{"params": list(parameters)}]
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
@@ -45,17 +48,17 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
 
 
 def value_head_group(head: torch.nn.Module, lr: float) -> dict[str, Any]:
-    """The critic's parameters as the last group for Adam. They do not decay."""
+    """Return the critic's parameters as the last group for Adam, without decay."""
     return {"params": list(head.parameters()), "lr": lr, "weight_decay": 0.0, "name": CRITIC}
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run. config: without `auto`.
+    """Return DeepSpeed's configuration for a run. config: without `auto`.
 
     DeepSpeed's own gradient accumulation stays at 1, since the number of micro-batches changes with every step. bf16
-    uses at least ZeRO 1, where DeepSpeed keeps fp32 master weights: in bf16 weights, updates of a small learning rate
-    are lost. So does offload. At ZeRO 0 `TrainingEngine` clips gradients, because DeepSpeed then reports no gradient
-    norm. `deepspeed_options` come on top.
+    and offload use at least ZeRO 1, where DeepSpeed keeps fp32 master weights: bf16 weights lose updates of a small
+    learning rate. At ZeRO 0 `TrainingEngine` clips gradients, because DeepSpeed then reports no gradient norm.
+    `deepspeed_options` come on top.
     """
     bf16, offload = config.dtype == "bfloat16", config.offload != "none"
     stage = max(config.zero_stage, 1) if bf16 or offload else config.zero_stage
@@ -81,7 +84,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
                 "eps": config.adam_eps,
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
-                "fused": True,  # one pass over memory
+                "fused": True,  # a single pass over memory
             },
         },
         "steps_per_print": None,
@@ -104,8 +107,8 @@ def held(engine: Any) -> Iterator[None]:
 
 
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:
-    """The learning-rate schedule of `optimizer_steps` steps (TrainerConfig.lr_share). It is a function of the step
-    count alone, so it can be set to any step. The rate of a critic is constant."""
+    """Return the learning-rate schedule of `optimizer_steps` steps (TrainerConfig.lr_share). A rate depends on the step
+    count alone, so the schedule can be set to any step. The rate of a critic is constant."""
 
     def of_policy(step: int) -> float:
         return config.lr_share(step, optimizer_steps)

@@ -1,11 +1,11 @@
 """A batch as arrays, and packed rows of its sequences.
 
 A row is [1, T]: sequences one after another, without padding; positions restart with each sequence. If sequences of a
-group begin with the same tokens (`FlatBatch.shared`), the row holds these tokens once. Each sequence then adds only the
-tokens that the sequence before it does not have, and its *path* lists the places of all its tokens in the row. So a row
-is a prefix tree, written branch by branch. A token's position is its depth in the tree, and it attends to its ancestors
-and itself (areal.training.attention). Its log-probability and all gradients equal those of the sequence computed by
-itself.
+group begin with the same tokens (`FlatBatch.shared`), the row holds the common tokens once. Each sequence then adds
+only the tokens that its predecessor lacks, and the *path* of a sequence lists the places of all its tokens in the row.
+So a row is a prefix tree, written branch by branch. The position of a token is its depth in the tree. A token attends
+to its ancestors and itself (areal.training.attention). Log-probabilities and gradients equal the results for each
+sequence alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal.samples.table import COLUMNS, KEPT, NOT_SAMPLED
 from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
 
 NO_PICTURES: Mapping[str, Any] = {}
-# The parts of a batch that are arrays by name.
+# The fields of a batch that hold arrays by name.
 PARTS = ("columns", "inputs", "pictures")
 
 
@@ -33,17 +33,15 @@ PARTS = ("columns", "inputs", "pictures")
 class FlatBatch:
     """A batch as arrays, sequences one after another.
 
-    A sequence is a branch of a sample, from its first token on; most samples have one branch.
-    columns: by name, [T] or [T, k], the columns of the table of tokens (`COLUMNS`) that the samples have; and what a
-    step finds for each token before it trains on the batch.
-    inputs: by name, what the model's layers take with each token. `routes`: uint8 [T, width], the experts of the pass
-    at a token, which sampled the token after it; 0: it has none. The extension `pictures` adds those of placeholders.
-    Without routes or pictures in the batch, these are missing.
-    lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
-    and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
-    common with the one before it; computed once.
-    rewards, groups, cut: [M]: the number of the sample's group, and whether it was cut at the limit of tokens.
-    pictures: by name, what the model's tower takes of the batch's pictures.
+    A sequence is a branch of a sample, from its first token on; most samples have one branch. columns: by name, [T] or
+    [T, k], the columns of the table of tokens (`COLUMNS`) that the samples have, and the columns that a step adds
+    before training. inputs: by name, further inputs of the model's layers for each token. `routes`: uint8 [T, width],
+    the experts of the pass at a token, which sampled the next token; 0: unknown. The extension `pictures` adds inputs
+    of placeholders. Empty for a batch without routes and pictures. lengths, samples, branches, minibatch: [N], the
+    length of a sequence, and the numbers of its sample, of its branch in the sample, and of its minibatch. shared: [N],
+    how many first tokens a sequence shares with its predecessor. rewards, groups, cut: [M], the reward of a sample, the
+    number of its group, and whether the token limit cut the sample. pictures: by name, the inputs of the model's tower
+    for the batch's pictures.
     """
 
     columns: dict[str, np.ndarray]
@@ -70,11 +68,11 @@ class FlatBatch:
     ) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
-        prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
-        has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        keeps_cache: as of `_routes`. pictures: those that the samples name. Raises ValueError if there are no groups, a
-        sequence's first token is a sampled one (no token predicts it), or only some samples have a column whose absence
-        means nothing (`Column.missing`).
+        prefix_tree: share prefixes within each group. The group's sequences are then sorted by their tokens, so a
+        sequence has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a
+        minibatch. keeps_cache: as in `_routes`. pictures: by the names in the samples. Raises ValueError if there are
+        no groups, a sequence begins with a sampled token (no token predicts it), or only some samples have a column
+        without a default for missing values (`Column.missing`).
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
@@ -105,7 +103,7 @@ class FlatBatch:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by name, such as `lengths` and `columns.tokens`. `of_arrays` is the inverse."""
+        """Return all arrays by name, such as `lengths` and `columns.tokens`. `of_arrays` is the inverse."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         named = {f"{of}.{name}": array for of in PARTS for name, array in values.pop(of).items()}
         return values | named
@@ -125,27 +123,27 @@ class FlatBatch:
 
     @property
     def of_sample(self) -> np.ndarray:
-        """int32 [T], the sample of each token."""
+        """int32 [T], the sample of a token."""
         return np.repeat(self.samples, self.lengths)
 
     def by_sample(self) -> np.ndarray:
-        """The places of all tokens, int64 [T], sample by sample and in each sample branch by branch."""
+        """Return the places of all tokens, int64 [T], ordered by sample, and by branch within a sample."""
         ends = self.lengths.cumsum()
         order = np.lexsort((self.branches, self.samples))
         return np.concatenate([np.arange(ends[n] - self.lengths[n], ends[n]) for n in order])
 
     def trained(self, mask_older_than: int | None, *, mask_cut: bool = False) -> np.ndarray:
-        """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`, and
-        with `mask_cut` without those of samples that were cut at the limit."""
+        """Return bool [T], the tokens in the loss: sampled tokens, without versions before `mask_older_than`, and with
+        `mask_cut` without samples that the token limit cut."""
         masked = np.repeat(self.cut[self.samples] & mask_cut, self.lengths)
         return (self.columns["versions"] >= max(0, mask_older_than or 0)) & ~masked
 
     def weights(self, trained: np.ndarray, mean: str, constant: int) -> np.ndarray:
-        """The weight of each token in the loss of its minibatch, float64 [T].
+        """Return the weight of each token in the loss of its minibatch, float64 [T].
 
         mean: "token", the mean over the minibatch's tokens in the loss; "sequence", the mean over its samples of their
         means; "constant", the mean over its samples of their sums divided by `constant`. trained: bool [T], the tokens
-        in the loss; samples without such a token do not count.
+        in the loss; samples without a trained token do not count.
         """
         starts = self.lengths.cumsum() - self.lengths
         tokens = np.bincount(self.samples, np.add.reduceat(trained, starts, dtype=np.int64))
@@ -159,8 +157,8 @@ class FlatBatch:
 
 
 def _columns(sequences: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """`FlatBatch.columns`: what a sequence lacks is what the declaration of the column says. Raises ValueError if only
-    some sequences have a column of which it says nothing."""
+    """Return `FlatBatch.columns`. A sequence without a column gets the column's default, `Column.missing`. Raises
+    ValueError if only some sequences have a column without a default."""
     columns = {}
     for name, column in COLUMNS.items():
         having = sum(name in sequence.columns for sequence in sequences)
@@ -172,7 +170,7 @@ def _columns(sequences: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def _stacked(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """The column of the sequences, one after another."""
+    """Concatenate a column of the sequences."""
     if name in KEPT:
         width, fill = max(part.shape[1] for part in parts), COLUMNS[name].unsampled or 0
         parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]
@@ -189,7 +187,7 @@ class _Member(NamedTuple):
 
 
 def _members(trajectories: Sequence[Trajectory], numbers: np.ndarray, prefix_tree: bool) -> list[_Member]:
-    """The sequences of the samples, of which `numbers` has the groups."""
+    """Return the sequences of the samples. numbers: of the samples' groups."""
     members = [
         _Member(int(numbers[sample]), sample, branch, sequence)
         for sample, trajectory in enumerate(trajectories)
@@ -201,10 +199,10 @@ def _members(trajectories: Sequence[Trajectory], numbers: np.ndarray, prefix_tre
 
 
 def _routes(trajectories: Sequence[Trajectory], members: Sequence[_Member], *, keeps_cache: bool) -> list[np.ndarray]:
-    """The input `routes` of each member; empty if they have none.
+    """Return the input `routes` of each member; empty if the samples have no routes.
 
-    keeps_cache: whether engines go on from the passes of older weights after a load. Else they compute a sequence's
-    tokens again with the weights that sample the next one, so only passes of the last version have their routes there.
+    keeps_cache: whether engines keep the KV cache after a load. Otherwise an engine computes a sequence's tokens again
+    with the new weights, so only passes of the last version have routes.
     """
     if trajectories[0].routes is None:
         return []
@@ -213,10 +211,10 @@ def _routes(trajectories: Sequence[Trajectory], members: Sequence[_Member], *, k
 
 
 def _routes_of(trajectory: Trajectory, *, keeps_cache: bool) -> Iterator[np.ndarray]:
-    """The routes of each branch. A pass that sampled no token of the branch has the routes which it has in another."""
+    """Yield the routes of each branch. A pass that sampled no token of this branch has the routes of another branch."""
     assert trajectory.routes is not None
     every = [*paths(trajectory.branches or [Branch(0, len(trajectory))])]
-    after = np.full(len(trajectory), -1)  # of the pass at each token, the token that it sampled
+    after = np.full(len(trajectory), -1)  # by place of a pass, the place of the sampled token
     for path in reversed(every):
         after[path[:-1]] = np.where(trajectory.sampled[path[1:]], path[1:], after[path[:-1]])
     for path in every:
@@ -246,12 +244,11 @@ class PackedRow:
 
     tokens, positions: int64 [1, T]. lengths: the length of each sequence. added: how many tokens each sequence adds to
     the row. paths: int64 [sum(lengths)], the places in the row of each sequence's tokens, one sequence after another.
-    batch_index: int64 [S], where the S tokens are in the batch. sequence: int64 [S], the index of the row's sequence
-    that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
-    [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
-    inputs: as those of the batch, of the row's tokens, [T, ...].
-    columns: as those of the batch, of the S tokens, once `set_columns` was called; floating-point numbers are float32.
-    kept_words: int64 [S, k], the column of the batch; None: it has none.
+    batch_index: int64 [S], the places of the S tokens in the batch. sequence: int64 [S], the index of a token's
+    sequence in the row. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
+    [S], the index among the U places that predicts a token. targets: int64 [S], the tokens. inputs: the batch's inputs
+    for the row's tokens, [T, ...]. columns: the batch's columns for the S tokens, once `set_columns` was called;
+    floating-point numbers are float32. kept_words: int64 [S, k], the column of the batch, or None.
     """
 
     tokens: Tensor
@@ -275,7 +272,7 @@ class PackedRow:
             self.columns[name] = part.float() if part.is_floating_point() else part
 
     def with_targets(self, tokens: Tensor) -> PackedRow:
-        """The row with further targets for log-probs after its own: tokens, int64 [S, k], in place of each of the S."""
+        """Return the row with k further targets for each of the S tokens, after the targets. tokens: int64 [S, k]."""
         places = self.distribution.repeat_interleave(tokens.shape[1])
         return replace(
             self,
@@ -284,7 +281,7 @@ class PackedRow:
         )
 
     def filled(self, count: int) -> PackedRow:
-        """The row with `count` more tokens, a last sequence that is in no loss."""
+        """Return the row with `count` more tokens: a last sequence outside the loss."""
         if not count:
             return self
         padding = torch.arange(count, device=self.tokens.device)
@@ -300,10 +297,10 @@ class PackedRow:
 
 
 def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> PackedRow:
-    """Pack the sequences `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
+    """Pack the sequences `members` into a row. trained: bool [T], the batch's tokens in the loss.
 
-    A sequence shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
-    Without members it is an `empty_row`: a rank without work still takes part in the collectives.
+    A sequence shares a prefix only with its predecessor in the batch, if the predecessor directly precedes it in
+    `members`. Without members the result is an `empty_row`: a rank without work still takes part in the collectives.
     """
     if not members:
         return empty_row(device)
@@ -347,7 +344,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
 
 
 def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:
-    """A row of one sequence of zeros that is in no loss."""
+    """Return a row of one sequence of zeros outside the loss."""
     zeros = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(tokens, device=device)
     no, batch_index = zeros[0, :0], np.zeros(0, np.int64)

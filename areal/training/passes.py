@@ -1,4 +1,4 @@
-"""Packed rows through a model: which rows it can take, how sequences become such rows, and the pass itself."""
+"""Passes of packed rows through a model: the possible rows, the packing of sequences, and the pass."""
 
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from areal.base.errors import UserError, explain
 from areal.config.trainer_section import TrainerConfig
+from areal.training.algorithms.algorithm import RowOutputs
 from areal.training.attention import FLASH, compile_layers, row_inputs
 from areal.training.flops import experts_of
 from areal.training.head import Head
@@ -27,17 +28,12 @@ class Passes:
     """The passes of one rank.
 
     attention: the name in transformers of the attention function. together: the ranks that compute each row together.
-    replay: of the policy's experts; None: routers choose them.
-    prefix_tree, one_a_row: whether a row is a prefix tree, and whether it holds a single sequence; `fit` finds it out.
+    replay: replays the experts of sampling; None: routers choose experts. prefix_tree, one_a_row: whether a row is a
+    prefix tree, and whether a row holds a single sequence, as `fit` finds out.
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        attention: str,
-        together: RowGroup,
-        device: torch.device,
-        replay: Any = None,
+        self, config: TrainerConfig, attention: str, together: RowGroup, device: torch.device, replay: Any = None
     ) -> None:
         self._config, self._attention, self._together, self._device = config, attention, together, device
         self._replay = replay
@@ -46,10 +42,10 @@ class Passes:
         self.one_a_row = False
 
     def fit(self, module: Any, head: Head, longest: int | None) -> None:
-        """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
+        """Find out, on a few random tokens, how `module` changes its logits and what a row may hold (all ranks).
 
-        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. longest: tokens of a
-        sequence; None: the model's limit. Raises UserError.
+        A row holds a prefix tree, or several sequences, or, if the model mixes sequences, a single sequence. longest:
+        tokens of a sequence; None: the model's limit. Raises UserError.
         """
         vocabulary: int = module.config.get_text_config().vocab_size
         kinds = (True, False) if self.prefix_tree else (False,)
@@ -76,13 +72,13 @@ class Passes:
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
 
     def compile(self, module: Any, head: Head) -> None:
-        """Have torch compile the layers of `module`. Raises UserError for a model of which that is not possible."""
+        """Have torch compile the layers of `module`. Raises UserError if layers mix tokens or have experts."""
         if self.one_a_row or any(experts_of(module.config.get_text_config())):
             raise UserError(f"{head} has layers that mix tokens, or experts: leave out trainer.compile.")
         compile_layers(module, self._attention)
 
     def rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
-        """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
+        """Return the packed rows of the sequences `members` for this rank and its sequence group."""
         if self._config.microbatches:
             minibatches = len(np.unique(batch.minibatch[members]))
             groups = fixed_number(len(members), self._together.count, self._config.microbatches * minibatches)
@@ -96,10 +92,10 @@ class Passes:
         return [pack(batch, trained, members[row].tolist(), self._device) for row in groups[self._together.number]]
 
     def forward(self, module: Any, row: PackedRow, temperature: float) -> tuple[Tensor, ...]:
-        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
-        [S] each (all ranks). If the row has kept words, they are those among these, and the row gains the column
-        `kept_mass`: the log of what all kept words of a token have of the whole distribution. Beside the column
-        `kept_logprobs` it gains `kept_policy`, log pi_theta of these words."""
+        """Return log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's
+        values, [S] each (all ranks). In a row with kept words, probabilities are among the kept words, and the row
+        gains the column `kept_mass`: the log of the kept words' probability in the whole distribution. With the column
+        `kept_logprobs` the row also gains `kept_policy`, log pi_theta of the kept words."""
         if row.kept_words is not None:
             extended = with_kept_words(row, row.kept_words)
             every = self._compute(module, temperature, extended, extended)
@@ -110,11 +106,21 @@ class Passes:
             return tuple(outputs)
         return self._together.forward(row, self._compute_by(module, temperature))
 
+    def outputs(self, module: Any, row: PackedRow, temperature: float, further: str | None) -> RowOutputs:
+        """Return the outputs of `forward` for the loss (all ranks). further: the column of `Algorithm.further`."""
+        if further is None:
+            return RowOutputs(*self.forward(module, row, temperature))
+        tokens = row.columns[further].long()
+        everything = self.forward(module, row.with_targets(tokens), temperature)
+        logp, entropy, *values = (output[: len(row.targets)] for output in everything)
+        further_logp = everything[0][len(row.targets) :].view_as(tokens)
+        return RowOutputs(logp, entropy, values[0] if values else None, further_logp)
+
     def _compute_by(self, module: Any, temperature: float) -> Compute:
         return partial(self._compute, module, temperature)
 
     def _compute(self, module: Any, temperature: float, what: Any, row: PackedRow, **inputs: Any) -> tuple[Tensor, ...]:
-        """What the model gives for `what`: `row` or this rank's part. inputs: in place of the row's, or beside them."""
+        """Return the model's outputs for `what`: `row` or this rank's part. inputs: replace or add to the row's."""
         if self._replay:
             self._replay.follow(what.inputs.get("routes"))
         if self.tower:

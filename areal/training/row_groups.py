@@ -1,4 +1,4 @@
-"""Which ranks compute a row together. In the core each rank computes rows of its own; extensions have other groups."""
+"""Groups of ranks that compute a row together. In the core each rank is alone; extensions have other groups."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 Attention = Callable[..., tuple[Tensor, None]]
 """An attention function as transformers registers them."""
 Compute = Callable[..., tuple[Tensor, ...]]
-"""What the model gives: of a rank's part of a row, of the row, and of inputs by name in place of the row's."""
+"""Computes the model's outputs: takes a rank's part of a row, the row, and inputs by name in place of the row's."""
 
 
 class RowGroup:
     """The ranks that compute the same rows as this rank: this rank alone.
 
-    size: how many parts of a row there are. number: which of the `count` groups this is. first: whether this rank is
-    the first of its group.
+    size: how many parts a row has. number: of this group among the `count` groups. first: whether this rank is the
+    first rank of the group.
     """
 
     size = 1
@@ -31,14 +31,14 @@ class RowGroup:
         self.count, self.number, self.first = dist.get_world_size(), dist.get_rank(), True
 
     def check(self, head: "Head", vocabulary: int, device: torch.device, compute: Compute) -> None:
-        """Raises UserError if the ranks cannot compute rows of the model with this head together (all ranks)."""
+        """Raise UserError if the ranks cannot compute rows of a model with this head together (all ranks)."""
 
     def forward(self, row: PackedRow, compute: Compute) -> tuple[Tensor, ...]:
-        """What the forward pass gives for a row, [S] each (all ranks of the group)."""
+        """Return the outputs of the forward pass for a row, [S] each (all ranks of the group)."""
         return compute(row, row)
 
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, options: dict[str, Any]
     ) -> tuple[Attention, dict[str, Any]]:
-        """The attention function over all ranks of the group, and its options, for such queries and keys."""
+        """Return the attention function over all ranks of the group, and its options, for these queries and keys."""
         return attention, options

@@ -1,7 +1,7 @@
-"""The model's weights, shared out over the ranks that write them: the ranks of rank 0's host.
+"""Shards of the model's weights: the ranks of rank 0's host share the writing.
 
-Published weights may be in a folder of that host alone. Each of these ranks keeps and writes a shard; the tensors of a
-layer stay together, because in the files they may be cut and joined otherwise than in the model.
+Published weights may be in a folder of rank 0's host alone. Each rank of the host keeps and writes a shard. The tensors
+of a layer stay together, because the files may cut and join tensors in another way than the model.
 """
 
 import json
@@ -35,12 +35,12 @@ ADAPTER = "adapter"
 
 
 def ranks_of_this_host() -> int:
-    """The number of ranks on this rank's host: under torchrun, on that of rank 0 the first ones."""
+    """Return the number of ranks on this rank's host. Under torchrun, the first ranks are on rank 0's host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank that writes each tensor, so that all write about as much. sizes: of the tensors, by name."""
+    """Return the rank that writes each tensor, with about equal bytes per rank. sizes: of the tensors, by name."""
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in sizes:
         numbered = re.match(r".*?\.\d+\.", name)
@@ -59,8 +59,8 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 class Copied:
     """Weights that this rank has copied to host memory, by the names in `module`, and may write.
 
-    division: of the module. writers: the number of ranks that write. adapters: the weights are those of adapters, which
-    rank 0 writes alone.
+    division: of the module. writers: the number of ranks that write. adapters: whether the weights belong to adapters,
+    which rank 0 writes alone.
     """
 
     module: torch.nn.Module
@@ -75,13 +75,13 @@ class Copied:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def stored(self) -> Mapping[str, Tensor]:
-        """The weights by their Hugging Face names."""
+        """Return the weights by their Hugging Face names."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self.module, self.division.joined(self.tensors))
 
     def write_shard(self, tensors: Mapping[str, Tensor], folder: Path) -> Path | None:
-        """Write this rank's `tensors`, if there are any, to disk. Returns the file."""
+        """Write this rank's `tensors`, if any, to disk. Returns the file."""
         if not tensors:
             return None
         file = write_weights(tensors, folder, dist.get_rank(), self.writers)
@@ -92,7 +92,8 @@ class Copied:
 class WeightCopies:
     """Copies weights of a model to host memory, each on the rank that writes it (all ranks).
 
-    parameters: those of `module` that are written. division: of the module. adapters: whether nothing else is written.
+    parameters: the parameters of `module` to write. division: of the module. adapters: whether only adapters are
+    written.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class WeightCopies:
         """Copy the weights that this rank writes into `copies`, made if missing. whole: gives a parameter to all ranks.
 
         Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
-        ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
+        ZeRO-3 a rank that is late for a gather blocks the other ranks. Tied parameters appear once.
         """
         for name, parameter in self._parameters.items():
             with whole(parameter) as tensor:
@@ -150,7 +151,7 @@ class Published:
             _of_adapters("write")(self.copied.module, self.copied.tensors, folder)
 
     def write(self, folder: Path) -> str | None:
-        """Returns the file with its checksums: each rank computes those of what it writes."""
+        """Write this rank's shard. Returns the file's name, size and checksums as JSON."""
         if self.copied.adapters:
             return None
         stored = self.copied.stored()
@@ -166,9 +167,8 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """The files of a model folder that loads by itself. Adapters are merged into the weights of `source`, and also
-    stored in a subfolder. dtype: of the weights that are trained; others have the type of `source`. share: the training
-    state, None for a model without it."""
+    """The files of a model folder that loads without further files. Adapters are merged into the weights of `source`,
+    and also stored in a subfolder. dtype: of trained weights; others keep their type. share: the state, or None."""
 
     copied: Copied
     source: Path

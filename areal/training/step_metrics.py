@@ -1,4 +1,4 @@
-"""The metrics of a training step: sums over its tokens on every rank, combined at the end of the step."""
+"""The metrics of a training step: sums over the tokens of every rank, combined at the end of the step."""
 
 import time
 from collections.abc import Iterator
@@ -22,28 +22,24 @@ from areal.training.packed import FlatBatch, PackedRow
 class StepResult:
     """The metrics of one training step, over all ranks.
 
-    loss: what is minimised, with the KL penalty and the entropy bonus if they are part of it; mean over the optimizer
-    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping, mean over the optimizer steps.
-    optimizer_steps: one for each minibatch with a token that is not masked. lr: the learning rate of the last of them;
-    None: there was none. entropy: nats, mean over the trained tokens. clip_fraction: share of the
-    trained tokens that were clipped or masked.
-    logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
-    pi_theta is still that version; None if there are no such tokens.
-    weight_mean, weight_max: mean and maximum of pi_prox / pi_behav, before an objective bounds it.
-    advantage_max: the largest |A| of a token in the loss, with what a teacher adds.
-    effective_sample_size: (sum w)^2 / (n sum w^2), the equivalent number of equally weighted tokens as a share of n.
-    kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference: KL(pi_prox || pi_ref) (k3), nats per token, or
-    None. kl_teacher: KL(pi_prox || teacher) (k1), nats per token; teacher_agreement: mean of min(1, teacher / pi_prox),
-    which is 1 minus the total variation distance of the two; both None without a teacher.
-    value_loss: of the critic, as `loss`. explained_variance: share of the variance of the value targets that the values
-    before the step explain. Both None without a critic.
-    token_staleness_mean: versions between a token's sampling and this step.
-    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch, of each branch of a sample.
-    tokens_computed: tokens that the model computed, where a prefix tree computes shared tokens once.
-    tflops: TFLOP/s of one device (areal.training.flops) over the seconds below, mean over the ranks. mfu: `tflops` as a
-    share of what the device can do at most; None if that is not known.
-    The seconds are those of the rank that returns this, in practice rank 0. forward_seconds includes the passes for
-    proximal and reference log-probs.
+    loss: the minimised loss, with the KL penalty and the entropy bonus if the algorithm has them in the loss; mean over
+    the optimizer steps, averaged within a step by `trainer.loss_mean`. grad_norm: before clipping, mean over the
+    optimizer steps. optimizer_steps: one per minibatch with an unmasked token. lr: learning rate of the last optimizer
+    step; None without a step. entropy: nats, mean over the trained tokens. clip_fraction: share of the trained tokens
+    that were clipped or masked. logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the
+    first minibatch, where pi_theta is still the current version; None without such tokens. weight_mean, weight_max:
+    mean and maximum of pi_prox / pi_behav, before an objective bounds the weight. advantage_max: the largest |A| of a
+    token in the loss, including a teacher's part. effective_sample_size: (sum w)^2 / (n sum w^2), the equivalent number
+    of equally weighted tokens as a share of n. kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference:
+    KL(pi_prox || pi_ref) (k3), nats per token, or None. kl_teacher: KL(pi_prox || teacher) (k1), nats per token;
+    teacher_agreement: mean of min(1, teacher / pi_prox), 1 minus the total variation distance; both None without a
+    teacher. value_loss: of the critic, as `loss`. explained_variance: share of the variance of the value targets that
+    the values before the step explain. Both None without a critic. token_staleness_mean: versions between a token's
+    sampling and this step. tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch, of each
+    branch of a sample. tokens_computed: tokens that the model computed, where a prefix tree computes shared tokens
+    once. tflops: TFLOP/s of one device (areal.training.flops) over the seconds below, mean over the ranks. mfu:
+    `tflops` as a share of the device's peak; None if the peak is unknown. The seconds are measured on the rank that
+    returns this result, in practice rank 0. forward_seconds includes the passes for proximal and reference log-probs.
     """
 
     loss: float
@@ -75,7 +71,7 @@ class StepResult:
 
 
 class Tally:
-    """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
+    """Sums over the tokens of a step on one rank, the seconds of each phase, and floating-point operations."""
 
     OF_TOKENS = (
         "entropy",
@@ -89,18 +85,18 @@ class Tally:
     )
     OF_STEPS = ("loss", "value_loss")
     SUMS = (*OF_TOKENS, *OF_STEPS, "weight_squared", "gap", "current", "computed")
-    """Those of each token and of each optimizer step have the names of their means in `StepResult`."""
+    """Sums over tokens and over optimizer steps have the names of their means in `StepResult`."""
     NEEDS: ClassVar = {
         "kl_reference": "kl_coef",
         "kl_teacher": "teacher",
         "teacher_agreement": "teacher",
         "value_loss": "critic",
     }
-    """The key of the trainer's configuration without which a mean is None."""
+    """The trainer's configuration key without which a mean is None."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
-        self.maxima = torch.zeros(2, dtype=torch.float64, device=device)  # of weights and advantages
+        self.maxima = torch.zeros(2, dtype=torch.float64, device=device)  # the largest weight and the largest advantage
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self.grad_norms: list[float] = []
         self.lr: float | None = None
@@ -108,7 +104,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, row: PackedRow, outputs: RowOutputs, out: TokenLoss, *, first: bool) -> None:
-        """Add a row's tokens to the sums. first: whether it is of the first minibatch, before any optimizer step."""
+        """Add a row's tokens to the sums. first: whether the row belongs to the step's first minibatch."""
         columns, none = row.columns, torch.zeros(())
         behaviour, proximal, weights = columns["logprobs"], columns["proximal"], columns["weights"]
         weight = torch.exp((proximal - behaviour).double())
@@ -137,8 +133,8 @@ class Tally:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the seconds of a block to those of `phase`, until the GPU has done what the block has queued. Other
-        streams are not waited for: on them weights are sent to generators, some of which may not answer."""
+        """Add the seconds of a block to `phase`, until the GPU has finished the queued work of the block. The clock
+        waits for the current stream only: other streams send weights to generators, and a generator may not answer."""
         started = time.perf_counter()
         yield
         if self.sums.is_cuda:
@@ -146,13 +142,9 @@ class Tally:
         self.seconds[phase] += time.perf_counter() - started
 
     def result(
-        self,
-        control: dist.ProcessGroup,
-        config: TrainerConfig,
-        batch: FlatBatch,
-        peak_tflops: float | None,
+        self, control: dist.ProcessGroup, config: TrainerConfig, batch: FlatBatch, peak_tflops: float | None
     ) -> StepResult:
-        """The step's result, the same on all ranks but for the seconds and what follows from them (all ranks)."""
+        """Return the step's result, equal on all ranks except for seconds and rates (all ranks)."""
         totals, maxima = self.sums.cpu(), self.maxima.cpu()
         operations = torch.tensor([self.operations], dtype=torch.float64)
         dist.all_reduce(operations, group=control)
@@ -185,8 +177,7 @@ class Tally:
 
 
 def explained_variance(batch: FlatBatch) -> float | None:
-    """The share of the variance of the value targets that the values before the step explain; None without a critic, or
-    if the targets are all the same."""
+    """The share of the targets' variance that the values explain; None without a critic or for equal targets."""
     if "value_targets" not in batch.columns:
         return None
     sampled = batch.columns["versions"] != NOT_SAMPLED

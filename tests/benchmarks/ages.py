@@ -101,16 +101,16 @@ async def measure(model: Path, seed: int, options: argparse.Namespace, folder: P
         if AGES[-1] - version in AGES:
             recorded[AGES[-1] - version] = [await sampler.batch(options.groups, 8) for _ in range(options.batches)]
         learner.step(await sampler.batch(options.groups, 8), version=version, temperature=1.0)
-        await engine.load(learner.publish(folder / f"{version}"), version + 1)
+        await engine.load(learner.storage.publish(folder / f"{version}"), version + 1)
     fresh = await sampler.batch(3 * options.groups, 8)
     await engine.close()
-    saved, before, results = learner.save(folder / "last"), learner.logprobs(fresh, temperature=1.0), []
+    saved, before, results = learner.storage.save(folder / "last"), learner.logprobs(fresh, temperature=1.0), []
     for age, batches in recorded.items():
         for name, changes in OBJECTIVES.items():
             learner.config = settings(options.rate, **{"objective": name} | changes)
-            learner.algorithm = algorithm_of(policy_gradient(learner.config), learner.config, learner.vocab_size)
+            learner.algorithm = algorithm_of(policy_gradient(learner.config), learner.config, learner.model.vocab_size)
             for batch in batches:
-                learner.load(saved)
+                learner.storage.load(saved)
                 step = learner.step(batch, version=AGES[-1], temperature=1.0)
                 row = {"seed": seed, "age": age, "objective": name, "gain": gain(learner, fresh, before)}
                 results.append(row | {"clipped": step.clip_fraction, "effective": step.effective_sample_size})

@@ -124,7 +124,7 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
     ranks = Ranks(engine, ThreadPoolExecutor(max_workers=1))
     results = []
     for version, batch in enumerate([*batches] * (rounds + 1)):
-        with model_seconds(engine._module) as seconds:
+        with model_seconds(engine.model.module) as seconds:
             begun = time.perf_counter()
             groups = await asyncio.to_thread(spool.get, [group.id for group in batch])
             await ranks.step(groups, version=VERSION, temperature=1.0, mask_older_than=None)

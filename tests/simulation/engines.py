@@ -24,7 +24,9 @@ from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.data.prompt_sources import PromptSource
 from areal.data.rows import Row
-from areal.generation.generation_engine import EngineError, EngineStats, LoadTimes
+from areal.generation.engine_process import EngineError
+from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_weights import LoadTimes
 from areal.generation.offered_weights import WeightLoadError
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed

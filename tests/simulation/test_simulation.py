@@ -28,7 +28,7 @@ from actors.weights.weight_service import WeightFetcher
 from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config.roles import ROLES
-from areal.generation.generation_engine import LoadTimes
+from areal.generation.engine_weights import LoadTimes
 from areal.samples.table import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal.base.errors import UserError
-from areal.generation.generation_engine import EngineError
+from areal.generation.engine_process import EngineError
 from areal.generation.offered_weights import WeightLoadError
 from areal.rewards.result import Result
 from areal.rewards.worker_processes import RewardFailed

@@ -37,7 +37,7 @@ from actors.trainer.trainer import Trainer
 from actors.ways_back import past_state
 from actors.ways_back.rollback import undone_by
 from areal.base.errors import UserError
-from areal.generation.generation_engine import EngineError
+from areal.generation.engine_process import EngineError
 from areal.samples.trajectory import Trajectory
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.saved_calls import unpacked

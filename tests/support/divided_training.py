@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_areal.extensions.routing.test_routes import with_routes
 
-from areal.models import routing_of
+from areal.extensions.routing.expert_routing import routing_of
 from areal.training.training_engine import TrainingEngine
 from support.tiny_training import TEMPERATURE, make_batch, make_kind, settings, weights_of
 
@@ -62,13 +62,13 @@ def train_divided(words, cases):
     for case, (kind, changes) in ((name, of_ranks[name]) for name in names):
         engine = TrainingEngine(models / kind, configuration(changes), seed=0)
         norms[case] = train(engine, models / kind, changes, range(3))
-        engine.publish(out / case / "published")
-        engine.save(out / case / "checkpoint")
+        engine.storage.publish(out / case / "published")
+        engine.storage.save(out / case / "checkpoint")
         engine.close()
         engine = TrainingEngine(models / kind, configuration(changes), seed=1)
-        engine.load(out / case / "checkpoint")
+        engine.storage.load(out / case / "checkpoint")
         norms[case] += train(engine, models / kind, changes, [3])
-        engine.publish(out / case / "resumed")
+        engine.storage.publish(out / case / "resumed")
         engine.close()
     if engine.rank == 0:
         (out / "norms.json").write_text(json.dumps(norms))
@@ -81,18 +81,22 @@ def assert_as_one_rank(models, out, cases, *, goes_on_alone):
         alone = {key: value for key, value in changes.items() if key in OF_THE_LOSS}
         engine = TrainingEngine(models / kind, configuration(alone), seed=0)
         norms = train(engine, models / kind, alone, range(3))
-        assert_same(weights_of(out / case / "published"), weights_of(engine.publish(out / case / "alone")), case)
+        assert_same(
+            weights_of(out / case / "published"), weights_of(engine.storage.publish(out / case / "alone")), case
+        )
         norms += train(engine, models / kind, alone, [3])
         assert divided[case] == pytest.approx(norms, rel=1e-4), case
         assert min(norms) > 0.05, "the gradients were clipped"
-        expected = weights_of(engine.publish(out / case / "alone after"))
+        expected = weights_of(engine.storage.publish(out / case / "alone after"))
         engine.close()
         assert_same(weights_of(out / case / "resumed"), expected, case)
         if goes_on_alone:
             resumed = TrainingEngine(models / kind, configuration(alone), seed=1)
-            resumed.load(out / case / "checkpoint")
+            resumed.storage.load(out / case / "checkpoint")
             train(resumed, models / kind, alone, [3])
-            assert_same(weights_of(resumed.publish(out / case / "one rank")), expected, f"{case} resumed by one rank")
+            assert_same(
+                weights_of(resumed.storage.publish(out / case / "one rank")), expected, f"{case} resumed by one rank"
+            )
             resumed.close()
 
 

@@ -271,17 +271,17 @@ def step_and_gradients(engine, batch, **options):
     from deepspeed.utils import safe_get_full_grad
 
     gradients = {}
-    optimizer_step = engine._deepspeed.step
+    optimizer_step = engine.model.deepspeed.step
 
     def spy():
-        for name, parameter in engine._module.named_parameters():
+        for name, parameter in engine.model.module.named_parameters():
             if (gradient := safe_get_full_grad(parameter)) is not None:  # a bias of Ernie 4.5's routers has none
                 gradients[name] = gradient.clone()
         optimizer_step()
 
-    engine._deepspeed.step = spy
+    engine.model.deepspeed.step = spy
     result = engine.step(batch, version=3, temperature=TEMPERATURE, **options)
-    engine._deepspeed.step = optimizer_step
+    engine.model.deepspeed.step = optimizer_step
     return result, gradients
 
 

@@ -232,7 +232,7 @@ async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_
     assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted((config.folder / "checkpoints").iterdir()) == [checkpoint_of(config.folder, n) for n in (2, 3, 4)]
     assert not list((config.folder / "weights").glob("*-v000005*"))
-    TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)
+    TrainingEngine(Path(config.model), config.trainer, seed=0).storage.load(checkpoint)
 
 
 @pytest.mark.slow

@@ -13,13 +13,15 @@ import pytest
 
 from areal.base.errors import UserError
 from areal.config.trainer_section import LoraConfig
-from areal.models import check_adapters, check_mixture, check_trainable, context_of, default_context
+from areal.extensions.lora.adapter_checks import check_adapters
+from areal.models import check_mixture, check_trainable, context_of, default_context
 from areal.weights.model_files import check_same, digests_of, weight_sizes
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
 FIND = """
 import sys
+from areal.extensions.lora.adapter_checks import check_adapters
 from areal.models import find_model
 print(find_model(sys.argv[1], "model", print))
 """

@@ -128,7 +128,7 @@ def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
         loss = _loss(engine, held_out)
         _check_finite({"loss": loss}, f"of held-out rows after epoch {epoch + 1}")
         console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {loss:.4f}")
-    engine.export(config.output)
+    engine.storage.export(config.output)
     if engine.rank == 0:
         _end_where_trained(config.output, tokenizer, {int(row.trajectories[0].tokens[-1]) for row in rows})
     engine.close()

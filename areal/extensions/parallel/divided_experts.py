@@ -18,8 +18,9 @@ from torch import Tensor
 from areal.config.trainer_section import TrainerConfig
 from areal.extensions.parallel.checks import PRESETS, check_experts
 from areal.extensions.parallel.norms import clip_divided
+from areal.extensions.routing.expert_routing import Routing
 from areal.extensions.routing.routes import RouteReplay
-from areal.models import Routing, mixture_of
+from areal.models import mixture_of
 from areal.training.division import Division, Fragment
 from areal.weights.folders import saved_buffers
 

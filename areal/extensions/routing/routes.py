@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.models import Routing
+from areal.extensions.routing.expert_routing import Routing
 
 
 class RouteReplay:

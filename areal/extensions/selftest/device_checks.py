@@ -11,7 +11,7 @@ import torch
 from areal.config import Config
 from areal.cpu import deepspeed_on_cpu as cpu
 from areal.devices import ASK_SECONDS, visible_devices
-from areal.extensions.desk.plan import count_parameters, read_modules
+from areal.extensions.desk.bare_models import count_parameters, read_modules
 from areal.extensions.desk.split import GIB
 from areal.extensions.selftest import disk_checks as disk
 from areal.extensions.selftest import kernel_checks as kernels

@@ -32,7 +32,9 @@ from areal.extensions.selftest.verdicts import (
     gap_of,
     load_cost,
 )
-from areal.generation.generation_engine import EngineError, GenerationEngine, LoadTimes
+from areal.generation.engine_process import EngineError
+from areal.generation.engine_weights import LoadTimes
+from areal.generation.generation_engine import GenerationEngine
 from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation, TokenTable, joined
 
@@ -67,7 +69,7 @@ class GenerationChecks:
             sleeps=self._config.colocate,
             transfer=transfer_backend() if self._config.weights.direct else None,
         )
-        self._engine.keeps_cache = False
+        self._engine.weights.keeps_cache = False
         seconds = time.perf_counter() - started
         measured = f"{generator.devices} devices, {generator.dtype}, started in {seconds:.0f} s"
         return [Finding("generator", "ok", measured, values={"seconds": seconds})]
@@ -86,9 +88,9 @@ class GenerationChecks:
 
     async def keep(self, file: str) -> list[Finding]:
         """Interrupt sequences of version 1: load the model's own weights as version 2, and keep the KV cache."""
-        self._engine.keeps_cache = True
+        self._engine.weights.keeps_cache = True
         sequences, _ = await interrupt(self._engine, self._config, Path(self._config.model), 2)
-        self._engine.keeps_cache = False
+        self._engine.weights.keeps_cache = False
         write(sequences, Path(file))
         return []
 

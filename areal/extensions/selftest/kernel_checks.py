@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from areal.config.trainer_section import TrainerConfig
-from areal.extensions.desk.activations import of_layers
+from areal.extensions.desk.bare_models import of_layers
 from areal.extensions.selftest import references
 from areal.extensions.selftest.findings import LAYERS, SHARE, Finding, judged
 from areal.samples.trajectory import random_groups

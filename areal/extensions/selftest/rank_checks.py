@@ -53,7 +53,7 @@ def check_ranks(device: torch.device) -> Finding:
 
 def check_started_ranks() -> Finding:
     """Join the ranks started by torchrun as a trainer's rank does, and check them."""
-    from areal.training.training_engine import join_ranks
+    from areal.training.trained_model import join_ranks
 
     join_ranks()
     cuda = torch.cuda.is_available()

@@ -62,7 +62,7 @@ def _reference(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from areal.extensions.desk.plan import count_parameters
+    from areal.extensions.desk.bare_models import count_parameters
 
     size = 4 * count_parameters(str(folder))
     device = torch.device("cpu")

@@ -12,7 +12,7 @@ import numpy as np
 
 from areal.config import Config
 from areal.devices import CORES, settle, transfer_backend
-from areal.extensions.desk.plan import count_parameters
+from areal.extensions.desk.bare_models import count_parameters
 from areal.extensions.selftest import disk_checks as disk
 from areal.extensions.selftest import sequences
 from areal.extensions.selftest.device_checks import DeviceChecks
@@ -89,7 +89,7 @@ class TrainingChecks(DeviceChecks):
         """Write a checkpoint. Write into `file` the log-probs at the checkpoint and after a further step."""
         self._step()  # gives the optimizer moments
         logprobs, started = self._logprobs(), time.perf_counter()
-        self._engine.save(Path(folder))
+        self._engine.storage.save(Path(folder))
         seconds = time.perf_counter() - started
         self._step()
         next_logprobs = self._logprobs()
@@ -100,7 +100,7 @@ class TrainingChecks(DeviceChecks):
     def resume(self, folder: str, file: str, seconds: float) -> list[Finding]:
         """Load the checkpoint of `save`, and compare the log-probs. seconds: the time for writing the checkpoint."""
         started = time.perf_counter()
-        self._engine.load(Path(folder))
+        self._engine.storage.load(Path(folder))
         loading = time.perf_counter() - started
         logprobs = self._logprobs()
         self._step()
@@ -143,7 +143,7 @@ class TrainingChecks(DeviceChecks):
         temperature = self._config.sampling.temperature
         result = self._engine.step(batch, version=0, temperature=temperature)
         started = time.perf_counter()
-        folder = self._engine.publish(Path(published))
+        folder = self._engine.storage.publish(Path(published))
         seconds = time.perf_counter() - started
         gap = math.inf if result.logprob_gap is None else result.logprob_gap
         limit = self._gap_limit
@@ -177,7 +177,7 @@ class TrainingChecks(DeviceChecks):
     def send(self, folder: str, workers: int) -> dict[str, Any] | None:
         """Publish the trainer's present weights, and begin to send them to an engine of `workers` processes. Returns
         the first call for the engine."""
-        published = self._engine.publish(Path(folder))
+        published = self._engine.storage.publish(Path(folder))
         if self._engine.rank != 0:
             return None
         self._sending = Sending(transfer_backend(), workers, published)

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from areal.base import extensions
-from areal.generation.generation_engine import FINISH, GenerationEngine, LoadTimes
+from areal.generation.engine_weights import FINISH, LoadTimes
+from areal.generation.generation_engine import GenerationEngine
 
 VERSION = 2
 """The version of the sent weights. Version 1 was loaded from a folder."""

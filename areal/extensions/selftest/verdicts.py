@@ -9,7 +9,7 @@ import numpy as np
 from areal.extensions.desk.split import GIB
 from areal.extensions.selftest.findings import LAYERS, Finding, judged
 from areal.extensions.selftest.sequences import Sampled
-from areal.generation.generation_engine import LoadTimes
+from areal.generation.engine_weights import LoadTimes
 from areal.training.guard import GAP
 
 APART = 4

@@ -1,6 +1,6 @@
-"""What a training step learns from a batch: the advantages of its tokens, and the loss of each.
+"""Algorithms: the advantages of a batch's tokens, and the loss of each token.
 
-In comes the configuration (`TrainerConfig`), out goes an `Algorithm`, which the training engine asks. Read `algorithm`
-first, then `decoupled_ppo`; `objectives` finds the losses by name, the further ones in `areal.extensions.losses`.
+In comes the configuration (`TrainerConfig`), out goes an `Algorithm` for the training engine. Read `algorithm` first,
+then `decoupled_ppo`. `objectives` finds losses by name, also the losses in `areal.extensions.losses`. The modules
 reference, distillation and critic wrap another algorithm, as `assembly` says.
 """

@@ -1,9 +1,9 @@
-"""Advantages from what a sample is credited with: the estimators by name, and a user's own.
+"""Advantages from credits: the estimators by name, and the user's own estimator.
 
 By default a sample is credited with its reward at its last token. With gamma = lambda = 1 and no value function, every
-sampled token of a sample then has the same advantage: the sample's normalised reward. A sample may also give each token
-a return of its own. A penalty on a single token (`Credits.penalties`) lowers the return of that token and of the tokens
-before it, since later tokens did not cause it. With a critic, estimates take the place of returns and penalties.
+sampled token of a sample has the same advantage: the sample's normalised reward. A sample may also give every token its
+own return. A penalty on a single token (`Credits.penalties`) lowers the return of the penalised token and of earlier
+tokens, since later tokens did not cause the penalty. With a critic, estimates replace returns and penalties.
 """
 
 import inspect
@@ -20,20 +20,19 @@ from areal.config.trainer_section import TrainerConfig
 from areal.samples.trajectory import differ
 
 Estimator = Callable[["Credits"], np.ndarray]
-"""Gives the advantages of a batch: one for each sample, [M], or one for each token, [T]. An attribute `compares_group`
-that is true says that it compares the samples of a group, so that groups of one sample teach nothing."""
+"""Returns the advantages of a batch, per sample, [M], or per token, [T]. A true attribute `compares_group` says that
+the estimator compares the samples of a group, so groups of one sample teach nothing."""
 
 
 @dataclass(frozen=True)
 class Credits:
-    """What the M samples of a batch and their T tokens are credited with.
+    """The credits of the M samples of a batch and of their T tokens.
 
     rewards: float64 [M]. groups: int [M], the group of each sample; groups may differ in size. samples: int [T], the
-    sample of each token, ascending; a sample's tokens are in the order in which they may have caused each other.
-    sampled: bool [T], the tokens that the policy sampled.
-    returns: float64 [T], in place of the reward of the token's sample; None: the reward. penalties: float64 [T]; None:
-    there are none. columns: by name, [T] or [T, k], the columns of the table of tokens (areal.samples.table) that the
-    samples have, and what passes before the step found.
+    sample of each token, ascending; a sample's tokens are in causal order. sampled: bool [T], the tokens that the
+    policy sampled. returns: float64 [T], in place of the reward of the token's sample; None: the reward. penalties:
+    float64 [T], or None. columns: by name, [T] or [T, k], the columns of the table of tokens (areal.samples.table) that
+    the samples have, and results of passes before the step.
     """
 
     rewards: np.ndarray
@@ -46,22 +45,22 @@ class Credits:
 
     @cached_property
     def of_tokens(self) -> np.ndarray:
-        """float64 [T], the return of each token, less its penalty and those of all later tokens of its sample."""
+        """float64 [T], the return of each token, less the penalties of the token and of later tokens of the sample."""
         gains = self.rewards[self.samples] if self.returns is None else self.returns
         return gains if self.penalties is None else gains - to_go(self.penalties, self.samples)
 
     @cached_property
     def of_samples(self) -> np.ndarray:
-        """float64 [M], the reward of each sample, or the mean of its sampled tokens' returns; less all penalties."""
+        """float64 [M], the reward of each sample, or the mean return of its sampled tokens; less all penalties."""
         totals = self.rewards if self.returns is None else self.mean(self.returns)
         return totals if self.penalties is None else totals - np.bincount(self.samples, self.penalties)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """float64 [M], the mean of values [T] over the sampled tokens of each sample."""
+        """float64 [M], the mean of values [T] over the sampled tokens of a sample."""
         return np.bincount(self.samples, values * self.sampled) / np.bincount(self.samples, self.sampled)
 
     def part(self, tokens: np.ndarray) -> "Credits":
-        """Of these tokens alone, bool [T], and the samples that have some."""
+        """Return the credits of these tokens alone, bool [T], with the samples that have such tokens."""
         numbers, samples = np.unique(self.samples[tokens], return_inverse=True)
         returns, penalties = (None if column is None else column[tokens] for column in (self.returns, self.penalties))
         columns = {name: column[tokens] for name, column in self.columns.items()}
@@ -69,18 +68,18 @@ class Credits:
         return Credits(*of_samples, samples, self.sampled[tokens], returns, penalties, columns)
 
     def in_groups(self, function: Callable[[np.ndarray], Any]) -> np.ndarray:
-        """float64 [M], what `function` gives for what the samples of each sample's group are credited with."""
+        """float64 [M], the result of `function` for the credits of the samples in each sample's group."""
         values, (_, member) = self.of_samples, np.unique(self.groups, return_inverse=True)
         return np.array([function(values[member == number]) for number in range(member.max() + 1)], np.float64)[member]
 
 
 def normalised(credits: Credits, mean: str = "batch", std: str = "batch") -> np.ndarray:
-    """(return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.samples.trajectory.differ).
+    """Return (return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.samples.trajectory.differ).
 
-    mean: of what samples are credited with, `Credits.of_samples`, one of MEANS. std: "batch", "group", "none" (1): the
-    root mean square of the sampled tokens' returns less that mean over the batch or group, in which all tokens of a
-    sample have the weight of one. So abs(A) is at most about sqrt(MT), if std is not of another level than mean
-    (TrainerConfig refuses such pairs).
+    mean: one of MEANS, over `Credits.of_samples`. std: "batch", "group" or "none" (1), the root mean square of the
+    sampled tokens' returns less the mean, over the batch or group; all tokens of a sample together weigh as much as one
+    sample. So abs(A) is at most about sqrt(MT), if std and mean have the same level (TrainerConfig refuses other
+    pairs).
     """
     gains, totals = credits.of_tokens, credits.of_samples
 
@@ -100,7 +99,7 @@ def _group_mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def _mean_of_others(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Over the others of the group; a group of one uses its own value."""
+    """The mean over the rest of the group; in a group of one sample, the sample's own value."""
     sums, sizes = _sums_in_groups(values, groups)
     return np.where(sizes > 1, (sums - values) / np.maximum(sizes - 1, 1), values)
 
@@ -116,12 +115,12 @@ MEANS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "leave_one_out": _mean_of_others,
     "none": lambda values, groups: np.zeros(len(values)),
 }
-"""`trainer.advantage_mean`: from values and groups of the samples, [M] each, what each sample is compared with."""
+"""`trainer.advantage_mean`: from values and groups of the samples, [M] each, the baseline of each sample."""
 
 
 def estimator_of(config: TrainerConfig) -> Estimator:
-    """The estimator `trainer.advantage`, with its options: a function of `Credits` and options, or a class with options
-    whose instances are functions of `Credits`. Raises UserError."""
+    """Return the estimator `trainer.advantage` with its options: a function of `Credits` and options, or an instance of
+    a class with options. Raises UserError."""
     name, options = config.advantage, config.advantage_options
     if name == "normalised":
         options = {"mean": config.advantage_mean, "std": config.advantage_std}
@@ -136,14 +135,14 @@ def estimator_of(config: TrainerConfig) -> Estimator:
 
 
 def compares_group(estimator: Estimator) -> bool:
-    """Whether an estimator says that it compares the samples of a group."""
+    """Return whether an estimator declares that it compares the samples of a group."""
     return bool(getattr(getattr(estimator, "func", estimator), "compares_group", False))
 
 
 def estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
-    """The advantages of all tokens, float64 [T]. Each of several agents is compared with itself alone: another's
-    rewards may have another level. name: of the estimator. Raises ValueError if what the samples are credited with is
-    not finite, and UserError if the estimator fails or gives no advantages."""
+    """Return the advantages of all tokens, float64 [T]. In a batch of several agents, each agent is compared with
+    itself alone, since rewards of agents may have different levels. name: of the estimator. Raises ValueError if
+    credits are not finite, and UserError if the estimator fails or gives no advantages."""
     agents = credits.columns.get("agents", np.zeros(0))
     if not agents.any():
         return _estimate(estimator, credits, name)
@@ -175,8 +174,7 @@ def _estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
 
 
 def rehearse_estimator(config: TrainerConfig) -> Estimator:
-    """The estimator of `config`, after test calls on groups of several samples, of equal ones and of a single one.
-    Raises UserError."""
+    """Return the estimator of `config`, after test calls on different, equal and single samples. Raises UserError."""
     estimator = estimator_of(config)
     for rewards, groups in (([1.0, 0.0, 0.5, 1.0], [0, 0, 0, 1]), ([1.0, 1.0], [0, 0]), ([0.5], [0])):
         samples, sampled = np.repeat(np.arange(len(rewards)), 3), np.array([False, True, True] * len(rewards))
@@ -188,7 +186,7 @@ def rehearse_estimator(config: TrainerConfig) -> Estimator:
 
 
 def to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
-    """The sum of each token's value and all later ones of its sample, times `discount` for every token between, [T]."""
+    """Return the sum of each token's value and the later values of its sample, times `discount` per step, [T]."""
     order = samples.argsort(kind="stable")
     lengths = np.bincount(samples)
     longest_first = (-lengths).argsort(kind="stable")

@@ -1,7 +1,7 @@
-"""An algorithm: what a training step learns from a batch. The engine knows passes, rows and the optimizer only.
+"""An algorithm: advantages and loss of a training step. The engine knows passes, rows and the optimizer only.
 
 policy_gradient: an objective with an estimator of advantages
-  └ with_critic (critic) └ with_reference (reference) └ with_teacher (distillation), each around the one before it
+  └ with_critic (critic) └ with_reference (reference) └ with_teacher (distillation), each around the previous algorithm
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from areal.training.packed import FlatBatch, PackedRow
 
 @dataclass(frozen=True, slots=True)
 class RowOutputs:
-    """What the pass of a minibatch gives for the S tokens of a row that are in the loss, with gradients.
+    """The outputs of a minibatch's pass for the S tokens of a row in the loss, with gradients.
 
-    logp, entropy: fp32 [S], nats. values: fp32 [S], a critic's; None: there is none. further: fp32 [S, k], log-probs of
-    the tokens in the column `Algorithm.further`; None: it names none.
+    logp, entropy: fp32 [S], nats. values: fp32 [S], of a critic, or None. further: fp32 [S, k], log-probs of the tokens
+    in the column `Algorithm.further`, or None.
     """
 
     logp: Tensor
@@ -35,14 +35,12 @@ class RowOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """needs: by the names of columns, the configuration key that needs each. Passes before the step find `reference`,
-    log-probs of the reference model, `proximal`, those of the policy, and `values`, a critic's; float32 [T] each. All
-    others are of the samples.
-    advantages: gives float64 [T], and may add columns to those of the credits.
-    loss: gives the loss of the row's tokens; it may change the columns of the row.
-    mask: gives the tokens that the column `mask` keeps, bool [T], once `proximal` is known for all minibatches; None:
-    there is no mask, and the first minibatch has its own log-probs as `proximal`.
-    further: a column of tokens, int [T, k], whose log-probs the loss needs, too.
+    """needs: by column, the configuration key that needs the column. Passes before the step compute `reference`,
+    log-probs of the reference model, `proximal`, log-probs of the policy, and `values`, of a critic; float32 [T] each.
+    The samples have all further columns. advantages: returns float64 [T], and may add columns to the credits. loss:
+    returns the loss of the row's tokens, and may change the columns of the row. mask: returns the column `mask`, bool
+    [T], the tokens to keep, once `proximal` is known for all minibatches. None: no mask, and the first minibatch has
+    its own log-probs as `proximal`. further: a column of tokens, int [T, k], whose log-probs the loss also needs.
     """
 
     needs: Mapping[str, str]
@@ -53,13 +51,13 @@ class Algorithm:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the passes before the first minibatch are also for that minibatch."""
+        """Whether the passes before the first minibatch include the first minibatch."""
         return self.mask is not None or "values" in self.needs
 
 
 def policy_gradient(config: TrainerConfig) -> Algorithm:
-    """The objective `trainer.objective` with the estimator `trainer.advantage`. Raises UserError for a function of the
-    user's own that does not do what it should."""
+    """Return the objective `trainer.objective` with the estimator `trainer.advantage`. Raises UserError for a function
+    of the user's own that fails its rehearsal."""
     objective, estimator = rehearse(config), rehearse_estimator(config)
 
     def advantages(credits: Credits) -> np.ndarray:
@@ -75,15 +73,15 @@ def policy_gradient(config: TrainerConfig) -> Algorithm:
 
 
 def tokens_in(outputs: RowOutputs, row: PackedRow) -> Tokens:
-    """What an objective gets of a row."""
+    """Return the input of an objective for a row."""
     of = row.columns
     policies = outputs.logp, of["proximal"], of["logprobs"]
     return Tokens(*policies, of["advantages"], row.sequence, of.get("mask"), outputs.entropy, of)
 
 
 def set_columns(batch: FlatBatch, algorithm: Algorithm, config: TrainerConfig) -> None:
-    """Add to a batch the mask, the advantages and the weights of the tokens in the loss, `weights`, and what the
-    algorithm adds to its credits."""
+    """Add to a batch the mask, the advantages, the weights of the tokens in the loss (`weights`), and the columns that
+    the algorithm adds to its credits."""
     columns, order = batch.columns, batch.by_sample()
     if algorithm.mask:
         columns["mask"] = algorithm.mask(batch)

@@ -1,4 +1,4 @@
-"""The algorithm that the configuration describes: a policy gradient, and what is put around it."""
+"""The algorithm of a configuration: a policy gradient, and the algorithms around it."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> A
     algorithm, recompute = policy, config.proximal == "recompute"
     if config.critic:
         algorithm = extensions.need("critic", "around", "trainer.critic").load()(algorithm, config.critic)
-    if config.kl_coef:  # around the critic, which takes penalties into its estimates
+    if config.kl_coef:  # around the critic, whose estimates include penalties
         algorithm = with_reference(algorithm, config)
     if config.teacher:
         with_teacher = extensions.need("distillation", "around", "trainer.teacher").load()
@@ -25,7 +25,7 @@ def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> A
         columns = row.columns
         if not recompute:
             columns["proximal"] = interpolated_proximal(outputs.logp, columns["logprobs"], columns["staleness"])
-        elif "proximal" not in columns:  # before the first optimizer step the policy is the proximal one
+        elif "proximal" not in columns:  # before the first optimizer step the policy is the proximal policy
             columns["proximal"] = outputs.logp.detach()
         out = algorithm.loss(outputs, row)
         return replace(out, loss=out.loss - config.entropy_coef * outputs.entropy) if config.entropy_coef else out

@@ -1,7 +1,7 @@
-"""The objective that the configuration names, and the rehearsal of a user's own.
+"""The objective of a configuration, and the rehearsal of a user's own objective.
 
 The objectives of this project are in `areal.config.named_objectives`; their losses are in the table of extensions. A
-user's own is given in `trainer.objective` as `package.module:function`.
+user's own objective is given in `trainer.objective` as `package.module:function`.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,16 @@ def objective_of(name: str) -> Objective:
 
 
 def mask_of(name: str) -> Callable[..., np.ndarray] | None:
-    """The function that says which tokens of a minibatch an objective keeps; None: it keeps all."""
+    """Return the function that chooses the tokens of a minibatch that an objective keeps, or None to keep all."""
     return extensions.part_of("mask", name)
 
 
 def rehearse(config: TrainerConfig) -> Objective:
-    """The objective of `config`, after test calls on three tokens, of equal and other policies, and on none.
+    """Return the objective of `config`, after test calls on three tokens, with different and equal policies, and on
+    none.
 
     A rank without work has empty micro-batches. Raises UserError if the objective does not load, raises, or does not
-    return a `TokenLoss` as that class describes it, or one with values or gradients that are not finite.
+    return a `TokenLoss` with finite values and gradients, in the shapes and types of the class.
     """
     objective = objective_of(config.objective)
     for size, gap in ((3, 0.1), (3, 0.0), (0, 0.0)):
@@ -49,10 +50,7 @@ def rehearse(config: TrainerConfig) -> Objective:
         same = " that all policies find equally likely" if size and not gap else ""
         called = f"The objective {config.objective!r}, called on {size} tokens{same},"
         # The user's own code may raise anything.
-        with explain(
-            Exception,
-            f"{called} raised {{why}}. It takes (areal.training.Tokens, TrainerConfig).",
-        ):
+        with explain(Exception, f"{called} raised {{why}}. It takes (areal.training.Tokens, TrainerConfig)."):
             out = objective(tokens, config)
         if flaw := _flaw(out, size) or _flaw_of_values(out.loss, logp):
             raise UserError(f"{called} {flaw}.")

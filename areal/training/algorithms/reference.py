@@ -14,8 +14,8 @@ from areal.training.packed import PackedRow
 
 
 def with_reference(inner: Algorithm, config: TrainerConfig) -> Algorithm:
-    """`inner` with the penalty `trainer.kl_coef`. It needs log-probs of the reference: `reference` from a pass, or
-    `reference_logprobs` from a scorer."""
+    """Return `inner` with the penalty `trainer.kl_coef`. The penalty needs log-probs of the reference: `reference` from
+    a pass, or `reference_logprobs` from a scorer."""
     of_scorer = bool(config.reference_scorer)
     column = "reference_logprobs" if of_scorer else "reference"
 
@@ -40,8 +40,8 @@ def with_reference(inner: Algorithm, config: TrainerConfig) -> Algorithm:
 
 
 def kl_penalty(tokens: Tokens, logp_ref: Tensor, config: TrainerConfig) -> Tensor:
-    """`kl` of each token, [S], times what the surrogate weighs its gradient with where nothing is clipped: sg(u w), so
-    that tokens of an older policy pull as those of the current one would."""
+    """Return `kl` of each token, [S], times the surrogate's weight on gradients without clipping: sg(u w). So tokens of
+    an older policy pull as strongly as tokens of the current policy."""
     if config.objective in ("ppo", "sao"):
         tokens = replace(tokens, logp_prox=tokens.logp_behav)
     weight = ratio(tokens.log_u.detach()) * behaviour_weight(tokens, config)

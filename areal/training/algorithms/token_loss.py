@@ -1,4 +1,4 @@
-"""What an objective gets of each token and what it gives, and the parts that objectives have in common.
+"""The inputs and the result of an objective, and the parts that objectives have in common.
 
 An objective is a function `(Tokens, TrainerConfig) -> TokenLoss`. Symbols are the paper's (arXiv 2505.24298, section
 5.2). Averaging over tokens (`trainer.loss_mean`), the KL penalty and the entropy bonus are not part of an objective.
@@ -13,22 +13,21 @@ from torch import Tensor
 from areal.config.trainer_section import TrainerConfig
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to this (a factor of 5e8) before exp, as in verl, so that products of ratios stay finite."""
+"""Log-ratios are clamped to this bound (a factor of 5e8) before exp, as in verl, to keep products of ratios finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The S sampled tokens of a micro-batch that are in the loss.
+    """The S sampled tokens of a micro-batch in the loss.
 
     logp, logp_prox, logp_behav: [S], log-probabilities (nats) of the tokens under the current, the proximal and the
-    behaviour policy; only `logp` carries a gradient. A: [S], advantages.
-    sequence: int64 [S], the index of the micro-batch's sequence that a token belongs to, ascending from 0. A sequence
-    is never split over micro-batches.
-    mask: bool [S], true for the tokens that the mask over the whole minibatch (`m2po`) keeps; None: all.
-    entropy: [S], nats, of the current policy's distribution that a token was drawn from, with its gradient, which is
-    computed only if the loss depends on it. `trainer.entropy_coef` is a bonus for it with any objective.
-    columns: by name, [S] or [S, k], the columns of the table of tokens (areal.samples.table) that the samples have, and
-    what the step found before (areal.training.algorithms.algorithm).
+    behaviour policy; only `logp` carries a gradient. A: [S], advantages. sequence: int64 [S], the index of a token's
+    sequence in the micro-batch, ascending from 0. A sequence is never split over micro-batches. mask: bool [S], true
+    for the tokens that the mask over the whole minibatch (`m2po`) keeps; None: all. entropy: [S], nats, of the current
+    policy's distribution at the token. The gradient of the entropy is computed only if the loss depends on it.
+    `trainer.entropy_coef` adds an entropy bonus to any objective. columns: by name, [S] or [S, k], the columns of the
+    table of tokens (areal.samples.table) that the samples have, and columns that the step computed before
+    (areal.training.algorithms.algorithm).
     """
 
     logp: Tensor
@@ -53,10 +52,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """loss: [S], -J of each token, to be minimised.
-    clipped: bool [S], true if the ratio is clipped or the token masked. Such a token has no gradient, except in
-    `cispo` and, under a mask of its sequence's weight, `vespo`.
-    value_loss: [S], that of a critic, which an objective leaves out.
+    """loss: [S], -J of each token, to be minimised. clipped: bool [S], true for tokens that are masked or whose ratio
+    is clipped. A clipped token has no gradient, except in `cispo` and, under a mask of its sequence's weight, `vespo`.
+    value_loss: [S], of a critic; objectives leave it out.
     """
 
     loss: Tensor
@@ -65,7 +63,7 @@ class TokenLoss:
 
     @property
     def moving(self) -> Tensor:
-        """bool [S], the tokens for which an optimizer step is made: not masked, or with a value to be learned."""
+        """bool [S], the tokens that require an optimizer step: unmasked tokens, or tokens with a value to learn."""
         return torch.ones_like(self.clipped) if self.value_loss is not None else ~self.clipped | (self.loss != 0)
 
 
@@ -73,18 +71,18 @@ Objective = Callable[[Tokens, TrainerConfig], TokenLoss]
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), [S], with `log_ratio` clamped to +-`LOG_RATIO_BOUND`; no gradient beyond that."""
+    """exp(log_ratio), [S], with `log_ratio` clamped to +-`LOG_RATIO_BOUND`; no gradient beyond the bound."""
     return torch.exp(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def behaviour_weight(tokens: Tokens, config: TrainerConfig) -> Tensor:
     """w = pi_prox / pi_behav, [S] without gradient: corrects for tokens that an older policy sampled.
 
-    `behaviour_weight_level` says whether it is that of each token, or the product over its sequence (Liu et al. 2025,
-    "When Speed Kills Stability"), or the geometric mean over it.
-    "truncated": min(w, upper bound), TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-    RL Training"). "masked": 0 outside the bounds, IcePop (arXiv 2510.18855). "masked_kl": 0 where `binary_kl` in either
-    direction is above the upper bound, KPop (Guo et al. 2026, "Taming Training-Inference Mismatch ...").
+    `behaviour_weight_level`: w of each token, or the product over the token's sequence (Liu et al. 2025, "When Speed
+    Kills Stability"), or the geometric mean over the sequence. "truncated": min(w, upper bound), TIS (Yao et al. 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). "masked": 0 outside the bounds, IcePop
+    (arXiv 2510.18855). "masked_kl": 0 where `binary_kl` in either direction is above the upper bound, KPop (Guo et al.
+    2026, "Taming Training-Inference Mismatch ...").
     """
     log_w = tokens.log_w
     if config.behaviour_weight_level != "token":
@@ -108,7 +106,7 @@ def behaviour_weight(tokens: Tokens, config: TrainerConfig) -> Tensor:
 
 
 def binary_kl(logp: Tensor, logq: Tensor) -> Tensor:
-    """KL(P || Q), nats [S], of distributions that have the token with probability p and q, and anything else."""
+    """KL(P || Q), nats [S], of distributions over two events: the token, with probability p or q, or another token."""
     rest_p, rest_q = (torch.log(-torch.expm1(x.clamp(max=-1e-7))) for x in (logp, logq))
     return logp.exp() * (logp - logq) - torch.expm1(logp) * (rest_p - rest_q)
 
@@ -125,20 +123,20 @@ def clip(u: Tensor, config: TrainerConfig) -> Tensor:
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """The sum of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
+    """The sum of `values` over all tokens of a token's sequence, [S]. sequence: as in `Tokens`."""
     _, member = sequence.unique_consecutive(return_inverse=True)
     return torch.zeros_like(values).index_add(0, member, values)[member]
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
-    """The mean of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
+    """The mean of `values` over all tokens of a token's sequence, [S]. sequence: as in `Tokens`."""
     return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
 
 
 def mask_sequences(out: TokenLoss, tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """`out` without the sequences whose w is outside `sequence_mask_bounds`: the product over the tokens of a sequence,
-    as verl's rejection of sequences has it, or the geometric mean. "kl": without those whose mean of `binary_kl` from
-    pi_behav to pi_prox is above the upper bound, as FlashREINFORCE has it."""
+    """Return `out` without the sequences whose w is outside `sequence_mask_bounds`. w is the product over the tokens of
+    a sequence, as in verl's rejection of sequences, or the geometric mean. "kl": without sequences whose mean
+    `binary_kl` from pi_behav to pi_prox is above the upper bound, as in FlashREINFORCE."""
     if config.sequence_mask == "none":
         return out
     if config.sequence_mask == "kl":

@@ -36,8 +36,9 @@ from actors.runtime.membership import Membership
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig, WeightsConfig
 from areal.config.trainer_section import TrainerConfig
 from areal.cpu.fork_server import IMPORTED
-from areal.generation import generation_engine as engines
-from areal.generation.generation_engine import EngineError, GenerationEngine
+from areal.generation import engine_weights as engines
+from areal.generation.engine_process import EngineError
+from areal.generation.generation_engine import GenerationEngine
 from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.storage.disk import DiskRetry
@@ -649,8 +650,8 @@ async def test_two_workers_of_an_engine_each_take_their_part_of_135_million_para
                 assert np.abs(off)[part].max() < 1e-3
         await cluster.publish()
         cut_off = asyncio.create_task(cluster.load())
-        await until(lambda: cluster.engine._torn_since)
+        await until(lambda: cluster.engine.weights.torn_since)
         cluster.trainer.kill()
         await cut_off
-        assert not cluster.engine._torn_since
+        assert not cluster.engine.weights.torn_since
         await cluster.check_sampled(cluster.policy.version)

@@ -74,6 +74,6 @@ async def test_the_engine_computes_a_model_as_the_trainer_does_before_and_after_
         assert {t.versions[-1] for group in groups for t in group.trajectories} == {version}
         assert np.abs(computed - by_engine)[was_sampled].max() < 1e-4
         trainer.step(groups, version=version, temperature=SAMPLING.temperature)
-        await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
+        await engine.load(trainer.storage.publish(tmp_path / f"{version + 1}"), version + 1)
     await engine.close()
     trainer.close()

@@ -45,9 +45,11 @@ from areal.cpu.vllm_on_cpu import BLOCK_SIZE
 from areal.devices import SHARES
 from areal.extensions.lora.lora import add_adapters, write_adapter
 from areal.extensions.selftest.transfer_checks import Receiving, Sending
-from areal.generation import engine_start, generation_engine
+from areal.generation import engine_start, engine_weights
+from areal.generation.engine_process import EngineError
+from areal.generation.engine_sequences import EngineStats
 from areal.generation.engine_start import EngineUse, stop_tokens
-from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine
+from areal.generation.generation_engine import GenerationEngine
 from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
@@ -419,14 +421,14 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
         return result
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
-    engine_args = generation_engine.engine_arguments
-    monkeypatch.setattr(generation_engine, "engine_arguments", as_on_gpus)
+    engine_args = engine_start.engine_arguments
+    monkeypatch.setattr(engine_start, "engine_arguments", as_on_gpus)
     policies: Models = request.getfixturevalue(folders)
     workers = changes.get("tensor_parallel", 1)
     engine = await GenerationEngine.start(policies[0], CONFIG.model_copy(update=changes), version=0, transfer="gloo")
-    assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * workers
+    assert await engine._process.core.collective_rpc_async("schedules_ahead") == [True] * workers
     await check_interruption(engine, policies)
-    assert await engine._core.collective_rpc_async("reloaded_with_the_config") == [True] * workers
+    assert await engine._process.core.collective_rpc_async("reloaded_with_the_config") == [True] * workers
 
     sending, receiving = Sending("gloo", workers, policies[1]), Receiving(engine)
     while "call" in (call := await asyncio.to_thread(sending.next_call)):
@@ -581,14 +583,14 @@ async def test_what_vllm_would_sample_otherwise_than_asked_is_refused(engine: Ge
 async def test_the_engine_sends_tokens_together(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of earlier steps and that of the last one, for each chunk."""
     sent_count = 0
-    deliver = engine._deliver
+    deliver = engine._process._deliver
 
     def count(outputs: Any) -> None:
         nonlocal sent_count
         sent_count += len(outputs.outputs)
         deliver(outputs)
 
-    monkeypatch.setattr(engine, "_deliver", count)
+    monkeypatch.setattr(engine._process, "_deliver", count)
     streams = [engine.generate(f"r{i}", PROMPT, SamplingConfig(max_new_tokens=64, min_new_tokens=64)) for i in range(8)]
     sequences = await asyncio.gather(*map(collect, streams))
     assert sum(len(sequence.tokens) for sequence in sequences) == 8 * 64
@@ -872,13 +874,13 @@ async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_a
         shutil.rmtree(tmp_path / "open")
         await pause(**options)
 
-    check, pause = generation_engine.check_offer, engine._core.pause_scheduler_async
+    check, pause = engine_weights.check_offer, engine._process.core.pause_scheduler_async
     write(tmp_path / "whole")
     progress: list[Generation] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
     await until(lambda: bool(progress))
     with monkeypatch.context() as removing:
-        removing.setattr(generation_engine, "check_offer", check_and_remove)
+        removing.setattr(engine_weights, "check_offer", check_and_remove)
         with pytest.raises(WeightLoadError, match="checked cannot be read"):
             await engine.load(write(tmp_path / "checked"), 1)
     sequence = await running
@@ -886,7 +888,7 @@ async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_a
     expected = reference(models[0], PROMPT, sequence.tokens, SAMPLING.temperature)
     assert np.abs(expected - sequence.logprobs).max() < 1e-4
 
-    monkeypatch.setattr(engine._core, "pause_scheduler_async", remove_and_pause)
+    monkeypatch.setattr(engine._process.core, "pause_scheduler_async", remove_and_pause)
     await engine.load(write(tmp_path / "open"), 2)
     sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
     assert not (tmp_path / "open").exists()
@@ -1032,13 +1034,13 @@ async def test_updates_neither_lose_nor_repeat_a_request_or_a_token(
     engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload: list[str] = []
-    add = engine._core.add_request_async
+    add = engine._process.core.add_request_async
 
     async def add_and_note(request: Any) -> None:
         payload.append(request.request_id)
         await add(request)
 
-    monkeypatch.setattr(engine._core, "add_request_async", add_and_note)
+    monkeypatch.setattr(engine._process.core, "add_request_async", add_and_note)
     stats_before = engine.stats().tokens_generated
     tasks = await queue_up(engine, 24)
     times = [await engine.load(models[version], version) for version in (1, 2, 0)]
@@ -1055,7 +1057,7 @@ async def test_updates_neither_lose_nor_repeat_a_request_or_a_token(
 async def test_without_interruption_what_runs_is_finished_and_what_waits_begins_under_the_new_weights(
     engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_config", CONFIG.model_copy(update={"interrupt": False}))
+    monkeypatch.setattr(engine.weights, "_config", CONFIG.model_copy(update={"interrupt": False}))
     tasks = await queue_up(engine, 24)
     load = asyncio.create_task(engine.load(models[1], 1))
     await until(lambda: engine.stats().running < CONFIG.max_concurrent_rollouts)
@@ -1075,7 +1077,7 @@ async def test_without_interruption_what_runs_is_finished_and_what_waits_begins_
 async def test_a_load_that_is_cancelled_while_sequences_finish_leaves_the_engine_as_it_was(
     engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_config", CONFIG.model_copy(update={"interrupt": False}))
+    monkeypatch.setattr(engine.weights, "_config", CONFIG.model_copy(update={"interrupt": False}))
     tasks = await queue_up(engine, 24)
     load = asyncio.create_task(engine.load(models[1], 1))
     await until(lambda: engine.stats().running < CONFIG.max_concurrent_rollouts)
@@ -1093,14 +1095,14 @@ async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_the
     config = CONFIG.model_copy(update={"engine_options": {"speculative_config": guesses}})
     engine = await GenerationEngine.start(models[0], config, version=0)
     accepted = {"0": 0, "1": 0}  # tokens that were right guesses, by version
-    deliver = engine._deliver
+    deliver = engine._process._deliver
 
     def count_and_deliver(outputs: Any) -> None:
         if outputs.scheduler_stats is not None and (step := outputs.scheduler_stats.spec_decoding_stats) is not None:
             accepted[outputs.weight_version] += step.num_accepted_tokens
         deliver(outputs)
 
-    engine._deliver = count_and_deliver  # type: ignore[method-assign]
+    engine._process._deliver = count_and_deliver
     sampling = SamplingConfig(temperature=0.3, max_new_tokens=400, min_new_tokens=400)
     prompts = [PROMPT[: 5 + 7 * i] for i in range(6)]
     progress: list[list[Generation]] = [[] for _ in prompts]
@@ -1180,7 +1182,7 @@ async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt
 async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing_more(
     engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_handed_over", False)  # afterwards too: the module's engine is to go on
+    monkeypatch.setattr(engine._sequences, "_handed_over", False)  # afterwards too: the module's engine is to go on
     begun = engine.stats()
     progress: list[list[Generation]] = [[] for _ in range(8)]
     readers = [asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), parts)) for parts in progress]
@@ -1196,7 +1198,7 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
     going_on = [(reader, parts) for reader, parts in zip(readers, progress, strict=True) if not reader.done()]
     progress = [parts for _, parts in going_on]
     value_before = [b"".join(chunk.tokens.tobytes() for chunk in parts) for parts in progress]
-    undelivered = sum(len(sequence.rows) for sequence in engine._sequences.values())
+    undelivered = sum(len(sequence.rows) for sequence in engine._sequences._sequences.values())
     engine.hand_over()
     assert len(going_on) >= 2
     for reader, _ in going_on:

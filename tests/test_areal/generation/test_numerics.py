@@ -84,7 +84,7 @@ def train(folders, out, case, **way):
     ]
     if engine.rank == 1:
         late_for_every_gather(engine)
-    engine.publish(out)
+    engine.storage.publish(out)
     if engine.rank == 0:
         facts = [[r.loss, r.grad_norm, r.kl_reference or 0.0] for r in results]
         out.with_suffix(".json").write_text(json.dumps(facts))
@@ -92,7 +92,7 @@ def train(folders, out, case, **way):
 
 
 def late_for_every_gather(engine):
-    gather = engine._zero.GatheredParameters
+    gather = engine.model.zero.GatheredParameters
 
     class Late:
         @staticmethod
@@ -100,7 +100,7 @@ def late_for_every_gather(engine):
             time.sleep(0.005)
             return gather(*args, **kwargs)
 
-    engine._zero = Late
+    engine.model.zero = Late
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_each_rank_holds_a_part_of_the_reference_only_under_zero_3(folders):
 def test_a_bf16_model_under_zero_3_has_the_weights_and_positions_that_transformers_reads(folders, tmp_path, lora):
     engine = TrainingEngine(folders / "model", settings(zero_stage=3, dtype="bfloat16", lora=lora), seed=0)
     expected = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.bfloat16)
-    read = dict(engine._module.named_buffers())
+    read = dict(engine.model.module.named_buffers())
     for name, buffer in expected.named_buffers():
         result = read["base_model.model." * bool(lora) + name]
         assert result.dtype == torch.float32
         assert torch.equal(result, buffer)
-    weights = load_file(engine.export(tmp_path / "exported") / "model.safetensors")
+    weights = load_file(engine.storage.export(tmp_path / "exported") / "model.safetensors")
     for name, tensor in load_file(folders / "model" / "model.safetensors").items():
         # An export with adapters has each weight that no adapter changes as the model has it.
         assert torch.equal(weights[name], tensor if lora else tensor.bfloat16())

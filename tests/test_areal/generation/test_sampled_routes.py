@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.cpu.vllm_on_cpu import BLOCK_SIZE
-from areal.generation.generation_engine import EngineError, GenerationEngine
-from areal.models import Routing, routing_of
+from areal.extensions.routing.expert_routing import Routing, routing_of
+from areal.generation.engine_process import EngineError
+from areal.generation.generation_engine import GenerationEngine
 from areal.samples.table import TokenTable, unsampled
 from areal.samples.trajectory import Group, Trajectory
 from areal.training.training_engine import TrainingEngine

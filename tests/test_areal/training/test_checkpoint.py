@@ -89,8 +89,8 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_at_any_stage_and_in_transformer
             "offload": "none",
         }
         engine = TrainingEngine(folder, settings(**second), seed=1)
-        engine.load(out / case)
-        assert_same_state(engine.save(tmp_path / case), out / case)
+        engine.storage.load(out / case)
+        assert_same_state(engine.storage.save(tmp_path / case), out / case)
         engine.close()
         assert [file.name for file in (tmp_path / case).glob("model*")] == ["model.safetensors"]
         assert len(list((out / case).glob("model-*-of-00004.safetensors"))) == RANKS
@@ -142,14 +142,14 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
         damaged = shutil.copytree(saved, tmp_path / "damaged", dirs_exist_ok=True)
         damage(damaged)
         with pytest.raises(UserError, match=message) as error:
-            engine.load(damaged)
+            engine.storage.load(damaged)
         assert "is damaged" in str(error.value) and "\n" not in str(error.value)
     facts = json.loads((saved / "training" / "state.json").read_text())
     del facts["crc"]
     (damaged / "training" / "state.json").write_text(line_of(facts | {"shares": 4, "run": "a"}))
     with pytest.raises(UserError, match="is of another run"):
-        engine.load(damaged, "b")
-    unchanged = engine.publish(tmp_path / "weights")
+        engine.storage.load(damaged, "b")
+    unchanged = engine.storage.publish(tmp_path / "weights")
     engine.close()
     weights_before = weights_of(folder)
     assert all(torch.equal(tensor, weights_before[name]) for name, tensor in weights_of(unchanged).items())
@@ -165,14 +165,14 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_to_go_on_fro
     (remaining,) = tmp_path.glob(".second.*")
     assert list(remaining.rglob("rank_*")) and not (tmp_path / "second").exists()
     engine = start(model, {"zero_stage": 2}, seed=1)
-    engine.load(tmp_path / "first")
+    engine.storage.load(tmp_path / "first")
     train(engine, BATCHES[1:])
-    engine.save(tmp_path / "second")
+    engine.storage.save(tmp_path / "second")
     engine.close()
     assert not list(tmp_path.glob(".second*"))
     engine = start(model, {"zero_stage": 2})
     train(engine, BATCHES)
-    assert_same_state(engine.save(tmp_path / "straight"), tmp_path / "second")
+    assert_same_state(engine.storage.save(tmp_path / "straight"), tmp_path / "second")
     engine.close()
 
 
@@ -233,15 +233,15 @@ def save_and_load(folder, out, *cases):
         engine = start(folder, CASES[case])
         train(engine, BATCHES[:1])
         counter.written = counter.read = 0
-        saving = engine.begin_save(out / case)
+        saving = engine.storage.begin_save(out / case)
         train(engine, BATCHES[1:])
         saving.result()
         written = counter.written
-        engine.publish(out / f"{case}-straight")
-        engine.load(out / case)
+        engine.storage.publish(out / f"{case}-straight")
+        engine.storage.load(out / case)
         (out / f"{case}-{engine.rank}.json").write_text(json.dumps({"written": written, "read": counter.read}))
         train(engine, BATCHES[1:])
-        engine.publish(out / f"{case}-again")
+        engine.storage.publish(out / f"{case}-again")
         straight, again = weights_of(out / f"{case}-straight"), weights_of(out / f"{case}-again")
         assert [name for name in straight if not torch.equal(straight[name], again[name])] == []
         if case == cases[0]:
@@ -255,25 +255,25 @@ def tell_what_one_rank_cannot_do(engine, saved):
     if engine.rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit_before[1]))
     with pytest.raises(UserError, match=r"full cannot be written: .*File too large"):
-        engine.save(saved.parent / "full")
+        engine.storage.save(saved.parent / "full")
     resource.setrlimit(resource.RLIMIT_FSIZE, limit_before)
     assert engine.rank or not list(saved.parent.glob("*full*"))
     if engine.rank == 0:
         (shutil.copytree(saved, saved.parent / "damaged") / "training" / "rank_00003-of-00004.safetensors").unlink()
     dist.barrier()
     with pytest.raises(UserError, match=r"damaged is damaged: rank_00003-of-00004\.safetensors is missing"):
-        engine.load(saved.parent / "damaged")
-    engine.save(saved.parent / "full")
+        engine.storage.load(saved.parent / "damaged")
+    engine.storage.save(saved.parent / "full")
 
 
 def go_on(folder, out, *cases):
     for case in cases:
         changes = CASES[case] | {"zero_stage": (CASES[case]["zero_stage"] + 1) % 4, "offload": "none"}
         engine = start(folder, changes, seed=1)
-        engine.load(out / case)
-        engine.save(out / f"{case}-on-two")
+        engine.storage.load(out / case)
+        engine.storage.save(out / f"{case}-on-two")
         train(engine, BATCHES[1:])
-        engine.publish(out / f"{case}-resumed")
+        engine.storage.publish(out / f"{case}-resumed")
         engine.close()
 
 
@@ -281,7 +281,7 @@ def die(folder, out):
     """Be killed in the middle of writing a checkpoint, after a step beside it."""
     engine = start(folder, {"zero_stage": 2})
     train(engine, BATCHES[:1])
-    engine.save(out / "first")
+    engine.storage.save(out / "first")
     train(engine, BATCHES[1:2])
     trained = threading.Event()
 
@@ -290,7 +290,7 @@ def die(folder, out):
         os.kill(os.getpid(), signal.SIGKILL)
 
     shards.write_weights = be_killed
-    engine.begin_save(out / "second")
+    engine.storage.begin_save(out / "second")
     train(engine, BATCHES[2:])
     trained.set()
     signal.pause()

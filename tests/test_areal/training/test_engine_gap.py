@@ -26,7 +26,7 @@ def versions(tmp_path_factory):
     probe = probe_of(batch)
     results = []
     for version in range(VERSIONS):
-        results.append((engine.publish(base / f"{version}"), engine.logprobs(batch, temperature=1.0)))
+        results.append((engine.storage.publish(base / f"{version}"), engine.logprobs(batch, temperature=1.0)))
         engine.step(batch, version=version, temperature=1.0)
     engine.close()
     return base / "model", probe, [(folder, logprobs[probe.start + probe.sampled]) for folder, logprobs in results]

@@ -236,7 +236,7 @@ def test_a_model_is_trained_as_transformers_computes_each_sequence_alone_or_is_r
     stored = load_file(tmp_path / "model" / "model.safetensors").keys()
     for batch in (make_batch(), make_forest()):
         engine = TrainingEngine(tmp_path / "model", settings(max_tokens_per_microbatch=1000), seed=0)
-        published = load_file(engine.publish(tmp_path / "0") / "model.safetensors").keys()
+        published = load_file(engine.storage.publish(tmp_path / "0") / "model.safetensors").keys()
         _, gradients = step_and_gradients(engine, batch)
         assert (engine.passes.one_a_row, engine.passes.prefix_tree) == (kind in MIX, kind not in MIX)
         engine.close()

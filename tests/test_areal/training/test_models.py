@@ -55,7 +55,7 @@ def test_gradients_are_those_of_each_sequence_alone(tmp_path, kind, stage):
     engine.close()
     assert_same_gradients(gradients, exact_gradients(folder))
     assert result.tokens_computed > 0
-    assert not any(getattr(part, "attention_dropout", 0) for part in engine._module.modules())
+    assert not any(getattr(part, "attention_dropout", 0) for part in engine.model.module.modules())
     assert engine.passes.one_a_row == (kind in MIXES)
     assert engine.passes.prefix_tree == (kind not in MIXES)
 
@@ -87,7 +87,7 @@ def test_compiled_layers_have_the_same_gradients_and_names(tmp_path):
     graphs = compiled["unique_graphs"]
     for batch in (make_batch(1), make_tree(), make_forest()):  # rows of other shapes
         engine.step(batch, version=5, temperature=TEMPERATURE)
-    published = load_file(engine.publish(tmp_path / "0") / "model.safetensors")
+    published = load_file(engine.storage.publish(tmp_path / "0") / "model.safetensors")
     engine.close()
     assert_same_gradients(gradients, exact_gradients(folder))
     assert 0 < graphs == compiled["unique_graphs"]
@@ -108,7 +108,7 @@ def test_what_is_published_can_be_told_from_the_model_s_folder(tmp_path, kind):
     extra = {"mtp.fc.weight": torch.ones(3, 4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(stored | extra, folder / "model.safetensors", metadata={"format": "pt"})
     engine = TrainingEngine(folder, settings(), seed=0)
-    published = load_file(engine.publish(tmp_path / "0") / "model.safetensors")
+    published = load_file(engine.storage.publish(tmp_path / "0") / "model.safetensors")
     engine.close()
     assert published.keys() == stored.keys()
     assert published_shapes(folder) == {name: tuple(tensor.shape) for name, tensor in published.items()}

@@ -59,9 +59,9 @@ def engine_of(folder):
 
 def packed_logprobs(engine, batch):
     flat = FlatBatch.of(batch, minibatches=1)
-    row = pack(flat, flat.trained(None), range(len(flat.lengths)), engine.device)
+    row = pack(flat, flat.trained(None), range(len(flat.lengths)), engine.model.device)
     with torch.no_grad():
-        return engine.passes.forward(engine._deepspeed, row, TEMPERATURE)[0]
+        return engine.passes.forward(engine.model.deepspeed, row, TEMPERATURE)[0]
 
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone(engine_of, folder):
@@ -117,7 +117,9 @@ def test_gradients_are_the_same_for_any_fixed_number_of_microbatches(engine_of, 
     engine = engine_of(max_tokens_per_microbatch=40, microbatches=microbatches, prefix_tree=prefix_tree)
     result, gradients = step_and_gradients(engine, batch)
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
-    assert engine.work_done == min(microbatches, sum(len(group.trajectories) for group in batch))  # each is a pass
+    assert engine.model.work_done == min(
+        microbatches, sum(len(group.trajectories) for group in batch)
+    )  # each is a pass
 
 
 @pytest.mark.parametrize("cap", [1, 40, 10_000])
@@ -193,8 +195,8 @@ def test_the_teachers_likeliest_tokens_give_the_gradient_of_the_kl_divergence_ov
             same = replace(sample, reward=0.0, returns=None)
             likely, logps = [], []
             for sequence in same.sequences():
-                tokens = np.array([rng.permutation(engine.vocab_size)[:3] for _ in sequence.tokens[1:]], np.int32)
-                tokens[::5, 2] = engine.vocab_size + 7
+                tokens = np.array([rng.permutation(engine.model.vocab_size)[:3] for _ in sequence.tokens[1:]], np.int32)
+                tokens[::5, 2] = engine.model.vocab_size + 7
                 likely.append(tokens)
                 logps.append(np.log(rng.dirichlet(np.ones(4), len(tokens))[:, :3]).astype(np.float32))
                 divergences.append((sequence, tokens, np.exp(logps[-1].astype(np.float64))))
@@ -307,7 +309,7 @@ def test_gradients_are_the_same_at_any_zero_stage(engine_of, folder, stage):
     _, gradients = step_and_gradients(engine, batch)
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
     parameters = sum(parameter.numel() for parameter in eager(folder).parameters())
-    assert engine._deepspeed.optimizer.reduce_bucket_size == parameters  # DeepSpeed's own 5e8 would take 2 GB
+    assert engine.model.deepspeed.optimizer.reduce_bucket_size == parameters  # DeepSpeed's own 5e8 would take 2 GB
 
 
 def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder):
@@ -335,10 +337,10 @@ def cut(batch):
 )
 def test_a_step_in_which_every_token_is_masked_moves_nothing(engine_of, tmp_path, changes, options):
     engine = engine_of(minibatches=2, weight_decay=0.5, lr=0.1, **changes)
-    engine.save(tmp_path / "before")
+    engine.storage.save(tmp_path / "before")
     result = engine.step(cut(make_batch()), version=3, temperature=TEMPERATURE, **options)
     assert (result.optimizer_steps, result.lr, result.grad_norm, result.loss) == (0, None, 0.0, 0.0)
-    engine.save(tmp_path / "after")
+    engine.storage.save(tmp_path / "after")
     assert_same_state(tmp_path / "after", tmp_path / "before")
     assert_same_bits(tmp_path / "after", tmp_path / "before")
 
@@ -360,7 +362,7 @@ def test_training_goes_on_after_a_step_without_a_trained_token_as_if_it_had_not_
             masked = engine.step(make_batch(), version=3, temperature=TEMPERATURE, mask_older_than=4)
             assert (masked.optimizer_steps, masked.tokens_trained) == (0, 0)
         train(engine, BATCHES[1:2])
-        engine.save(tmp_path / name)
+        engine.storage.save(tmp_path / name)
     assert_same_state(tmp_path / "with", tmp_path / "without")
     assert_same_bits(tmp_path / "with", tmp_path / "without")
 
@@ -373,7 +375,7 @@ def test_a_minibatch_without_a_trained_token_makes_no_optimizer_step(engine_of):
     result = engine.step(batch, version=3, temperature=TEMPERATURE, mask_older_than=2)
     assert result.tokens_trained > 0
     assert (result.optimizer_steps, result.lr) == (1, pytest.approx(1e-3 / 4))
-    assert engine._deepspeed.lr_scheduler.last_epoch == 1
+    assert engine.model.deepspeed.lr_scheduler.last_epoch == 1
     assert engine.step(make_batch(), version=3, temperature=TEMPERATURE).lr == pytest.approx(1e-3 * 3 / 4)
 
 
@@ -401,7 +403,7 @@ def test_every_minibatch_is_an_optimizer_step_against_the_same_proximal_policy(e
     batch, model = make_batch(), eager(folder)
     engine = engine_of(minibatches=3, lr=0.05)
     result = engine.step(batch, version=3, temperature=TEMPERATURE)
-    assert engine._deepspeed.global_steps == 3
+    assert engine.model.deepspeed.global_steps == 3
     with torch.no_grad():  # w = pi_prox / pi_behav, with the weights from before the first of the three
         w = [
             torch.exp(logprobs_alone(model, t) - torch.from_numpy(t.logprobs)[1:])[torch.from_numpy(t.sampled)[1:]]
@@ -431,10 +433,10 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
     norms = {}
     for stage in (0, 2):
         engine = engine_of(zero_stage=stage, grad_clip=expected / 2, adam_eps=1.0, weight_decay=0, lr=1.0)
-        old_weights = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
+        old_weights = {name: p.detach().clone() for name, p in engine.model.module.named_parameters()}
         norms[stage] = engine.step(batch, version=3, temperature=TEMPERATURE).grad_norm
         # Adam's first step is lr g / (|g| + eps).
-        moved = {name: old_weights[name] - p.detach() for name, p in engine._module.named_parameters()}
+        moved = {name: old_weights[name] - p.detach() for name, p in engine.model.module.named_parameters()}
         clipped = torch.cat([(d / (1 - d.abs())).flatten() for d in moved.values()])
         assert clipped.norm().item() == pytest.approx(expected / 2, rel=1e-3)
     assert norms == pytest.approx({0: expected, 2: expected}, rel=1e-4)
@@ -445,12 +447,12 @@ def test_weights_decay_but_norms_do_not_also_after_a_checkpoint_of_when_all_did_
     engine_of, folder, tmp_path, stage
 ):
     old_engine = engine_of(zero_stage=stage, weight_decay=0)  # all parameters are one group
-    old_engine.save(tmp_path / "before")
+    old_engine.storage.save(tmp_path / "before")
     engine = engine_of(zero_stage=stage, weight_decay=0.5, lr=0.1)
-    engine.load(tmp_path / "before")
+    engine.storage.load(tmp_path / "before")
     batch = [replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in make_batch()]
     engine.step(batch, version=3, temperature=TEMPERATURE)  # nothing is learned
-    weights = weights_of(engine.publish(tmp_path / "after"))
+    weights = weights_of(engine.storage.publish(tmp_path / "after"))
     for name, tensor in load_file(folder / "model.safetensors").items():
         torch.testing.assert_close(weights[name], tensor if tensor.dim() == 1 else tensor * (1 - 0.1 * 0.5))
 
@@ -463,7 +465,7 @@ def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
 def rates_of(engine, steps):
     rates = []
     for _ in range(steps):
-        (rate,) = set(engine._deepspeed.get_lr())  # of the weights that decay, and of the others
+        (rate,) = set(engine.model.deepspeed.get_lr())  # of the weights that decay, and of the others
         rates.append(rate)
         assert engine.step(make_batch(1), version=3, temperature=TEMPERATURE).lr == rate
     return rates
@@ -477,13 +479,13 @@ def test_the_learning_rate_falls_to_its_final_share_at_the_runs_last_step(engine
     changes = {"lr_schedule": schedule, "lr_final": 0.1, "warmup_steps": 2, "lr": 1.0}
     engine = engine_of(optimizer_steps=6, **changes)
     first = rates_of(engine, 3)
-    engine.save(tmp_path / "saved")
+    engine.storage.save(tmp_path / "saved")
     assert first + rates_of(engine, 3) == pytest.approx(expected, abs=1e-4)
     resumed = engine_of(optimizer_steps=6, **changes)
-    resumed.load(tmp_path / "saved")
+    resumed.storage.load(tmp_path / "saved")
     assert rates_of(resumed, 3) == pytest.approx(expected[3:], abs=1e-4)
     longer = engine_of(optimizer_steps=60, **changes)  # as if the run had been of so many steps from its start
-    longer.load(tmp_path / "saved")
+    longer.storage.load(tmp_path / "saved")
     assert rates_of(longer, 1)[0] > 0.9
 
 
@@ -561,8 +563,8 @@ def write_gradients(folder, out):
                 save_file(gradients, out / f"{stage}-{name}")
         batch = make_batch() if first else None
         assert not engine.step(batch, version=3, temperature=TEMPERATURE, mask_older_than=4).optimizer_steps
-        engine.snapshot()
-        written = engine.begin_write(out / f"weights-{stage}").result()
+        engine.storage.snapshot()
+        written = engine.storage.begin_write(out / f"weights-{stage}").result()
         assert written == (Manifest.of(out / f"weights-{stage}") if first else None)
         engine.close()
 
@@ -593,8 +595,8 @@ def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(
         for name, written in checkpoints(two_ranks).items():
             if name not in cases:
                 continue
-            engine.load(written)
-            again = engine.save(tmp_path / "again")
+            engine.storage.load(written)
+            again = engine.storage.save(tmp_path / "again")
             assert_same_bits(again, written)
             assert_same_state(again, written)
         engine.close()
@@ -607,40 +609,40 @@ def tensors_equal(first, second):
 
 def test_a_checkpoint_of_the_first_moment_takes_a_trained_engine_back_to_the_start(engine_of, folder, tmp_path):
     engine = engine_of(warmup_steps=4)
-    engine.save(tmp_path / "start")
+    engine.storage.save(tmp_path / "start")
     train(engine, BATCHES[:2])
-    engine.publish(tmp_path / "straight")
-    engine.load(tmp_path / "start")
-    engine.publish(tmp_path / "weights")
+    engine.storage.publish(tmp_path / "straight")
+    engine.storage.load(tmp_path / "start")
+    engine.storage.publish(tmp_path / "weights")
     assert_same_bits(tmp_path / "weights", folder)
     train(engine, BATCHES[:2])
-    engine.publish(tmp_path / "again")
+    engine.storage.publish(tmp_path / "again")
     assert_same_bits(tmp_path / "again", tmp_path / "straight")
 
 
 def test_a_folder_that_is_no_checkpoint_or_one_of_another_model_is_the_users_mistake(engine_of, folder, tmp_path):
     engine = engine_of()
     with pytest.raises(UserError, match=r"is not a checkpoint to resume from"):
-        engine.load(folder)
+        engine.storage.load(folder)
     second = TrainingEngine(make_model(tmp_path / "other", hidden_size=40), settings(), seed=0)
-    second.save(tmp_path / "checkpoint")
+    second.storage.save(tmp_path / "checkpoint")
     second.close()
     with pytest.raises(UserError, match=r"belongs to another model"):
-        engine.load(tmp_path / "checkpoint")
-    assert_same_bits(engine.publish(tmp_path / "weights"), folder)
+        engine.storage.load(tmp_path / "checkpoint")
+    assert_same_bits(engine.storage.publish(tmp_path / "weights"), folder)
 
 
 def test_a_checkpoint_holds_no_pickle(engine_of, tmp_path):
-    saved = engine_of().save(tmp_path / "saved")
+    saved = engine_of().storage.save(tmp_path / "saved")
     assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors"}
 
 
 def test_a_checkpoint_takes_the_place_of_one_of_its_name(engine_of, tmp_path):
     engine = engine_of()
-    engine.save(tmp_path / "saved")
+    engine.storage.save(tmp_path / "saved")
     train(engine, BATCHES[:1])
-    engine.save(tmp_path / "saved")
-    engine.publish(tmp_path / "weights")
+    engine.storage.save(tmp_path / "saved")
+    engine.storage.publish(tmp_path / "weights")
     assert_same_bits(tmp_path / "saved", tmp_path / "weights")
 
 
@@ -648,7 +650,7 @@ def test_a_checkpoint_takes_the_place_of_one_of_its_name(engine_of, tmp_path):
 def test_saved_weights_load_in_transformers_and_give_the_same_log_probs(engine_of, tmp_path, stage):
     batch, engine = make_batch(), engine_of(zero_stage=stage)
     engine.step(batch, version=3, temperature=TEMPERATURE)
-    saved = engine.save(tmp_path / "saved")
+    saved = engine.storage.save(tmp_path / "saved")
     model = eager(saved)
     with torch.no_grad():
         alone = [
@@ -669,21 +671,21 @@ def test_zero_3_saves_weights_that_a_pass_has_begun_to_gather(engine_of, tmp_pat
     engine = engine_of(zero_stage=3, gradient_checkpointing=True, deepspeed_options={"zero_optimization": zero})
     train(engine, BATCHES[:2])
     logprobs = engine.logprobs(make_batch(), temperature=TEMPERATURE)
-    assert any(parameter.ds_status.name == "INFLIGHT" for parameter in engine._module.parameters())
-    engine.save(tmp_path / "saved")
+    assert any(parameter.ds_status.name == "INFLIGHT" for parameter in engine.model.module.parameters())
+    engine.storage.save(tmp_path / "saved")
     np.testing.assert_array_equal(engine.logprobs(make_batch(), temperature=TEMPERATURE), logprobs)
     train(engine, BATCHES[1:2])
 
 
 def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of, folder, tmp_path):
     engine = engine_of()
-    version = engine.publish(tmp_path / "weights" / "0")
+    version = engine.storage.publish(tmp_path / "weights" / "0")
     assert [path.name for path in version.iterdir()] == ["model.safetensors"]
     published, original = load_file(version / "model.safetensors"), load_file(folder / "model.safetensors")
     assert published.keys() == original.keys()  # so a tied lm_head is not there twice
     assert all(torch.equal(published[name], original[name]) for name in original)
     train(engine, BATCHES[:1])
-    engine.publish(version)
+    engine.storage.publish(version)
     assert not tensors_equal(version / "model.safetensors", folder / "model.safetensors")
     assert [path.name for path in version.parent.iterdir()] == ["0"]
 
@@ -692,7 +694,9 @@ def bytes_of(engine):
     """Of the weights and the training state, without what is in mapped files, as some models are on the CPU."""
     memories = {
         storage._cdata: storage
-        for storage in (tensor.untyped_storage() for tensor in engine._resident() if tensor.device == engine.device)
+        for storage in (
+            tensor.untyped_storage() for tensor in engine._resident() if tensor.device == engine.model.device
+        )
     }
     return sum(storage.nbytes() for storage in memories.values() if storage.resizable())
 
@@ -717,17 +721,17 @@ def test_training_goes_on_to_the_same_bits_after_its_state_was_in_host_memory(en
         assert bytes_of(moved) == 0 < size
         moved.reload()
         assert bytes_of(moved) == size
-    assert_same_state(stayed.save(tmp_path / "stayed"), moved.save(tmp_path / "moved"))
-    assert_same_bits(moved.publish(tmp_path / "published"), stayed.publish(tmp_path / "expected"))
+    assert_same_state(stayed.storage.save(tmp_path / "stayed"), moved.storage.save(tmp_path / "moved"))
+    assert_same_bits(moved.storage.publish(tmp_path / "published"), stayed.storage.publish(tmp_path / "expected"))
 
 
 def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, folder, tmp_path):
     engine = engine_of()
-    engine.snapshot()
+    engine.storage.snapshot()
     train(engine, BATCHES[:1])
-    assert engine.begin_write(tmp_path / "before").result() == Manifest.of(tmp_path / "before")
+    assert engine.storage.begin_write(tmp_path / "before").result() == Manifest.of(tmp_path / "before")
     assert tensors_equal(tmp_path / "before" / "model.safetensors", folder / "model.safetensors")
-    new_folder = engine.publish(tmp_path / "after")
+    new_folder = engine.storage.publish(tmp_path / "after")
     assert not tensors_equal(new_folder / "model.safetensors", folder / "model.safetensors")
 
 
@@ -740,7 +744,7 @@ def test_deepspeed_compiles_no_op_of_its_own(engine_of):
 
 def test_options_reach_deepspeed_on_top_of_what_is_set_here(engine_of):
     options = {"zero_optimization": {"reduce_bucket_size": 1234}, "data_types": {"grad_accum_dtype": "bf16"}}
-    settings_of_engine = engine_of(zero_stage=2, grad_clip=0.5, deepspeed_options=options)._deepspeed._config
+    settings_of_engine = engine_of(zero_stage=2, grad_clip=0.5, deepspeed_options=options).model.deepspeed._config
     assert (settings_of_engine.zero_config.reduce_bucket_size, settings_of_engine.grad_accum_dtype) == (1234, "bf16")
     assert (settings_of_engine.zero_config.stage, settings_of_engine.gradient_clipping) == (2, 0.5)
 
@@ -785,18 +789,18 @@ def train_straight_and_stop(folder, out, cases):
     for name in cases:
         engine = TrainingEngine(folder, worker_settings(**CASES[name]), seed=0)
         train(engine, BATCHES[:2])
-        engine.save(out / f"{name}-checkpoint")
+        engine.storage.save(out / f"{name}-checkpoint")
         train(engine, BATCHES[2:])
-        engine.publish(out / f"{name}-straight")
+        engine.storage.publish(out / f"{name}-straight")
         engine.close()
 
 
 def go_on(folder, out, cases):
     for name in cases:
         engine = TrainingEngine(folder, worker_settings(**CASES[name]), seed=1)
-        engine.load(out / f"{name}-checkpoint")
+        engine.storage.load(out / f"{name}-checkpoint")
         train(engine, BATCHES[2:])
-        engine.publish(out / f"{name}-resumed")
+        engine.storage.publish(out / f"{name}-resumed")
         engine.close()
 
 

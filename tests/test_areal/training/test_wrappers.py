@@ -112,9 +112,9 @@ def test_the_text_of_a_wrapper_is_trained_and_what_is_saved_is_the_wrapper_with_
     computed = torch.from_numpy(engine.logprobs(batch, temperature=TEMPERATURE))
     torch.testing.assert_close(computed, exact_logprobs(folder, batch), rtol=0, atol=1e-4)
     step_and_gradients(engine, batch)
-    published = tensors_in(engine.publish(tmp_path / "1"))
+    published = tensors_in(engine.storage.publish(tmp_path / "1"))
     trained = engine.logprobs(batch, temperature=TEMPERATURE)
-    saved = engine.export(tmp_path / "saved")
+    saved = engine.storage.export(tmp_path / "saved")
     engine.close()
     assert {name: tuple(tensor.shape) for name, tensor in published.items()} == published_shapes(folder)
     assert {name for name in stored if not re.search("vis|multi_modal", name)} == published.keys()
@@ -133,7 +133,7 @@ def test_a_wrapper_with_the_names_that_the_hub_has_for_it_keeps_them(tmp_path):
     }
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     engine = TrainingEngine(folder, settings(), seed=0)
-    saved = engine.export(tmp_path / "saved")
+    saved = engine.storage.export(tmp_path / "saved")
     engine.close()
     assert {name: tensor.tolist() for name, tensor in tensors_in(saved).items()} == {
         name: tensor.tolist() for name, tensor in renamed.items()

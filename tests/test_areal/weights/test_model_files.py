@@ -146,7 +146,7 @@ def of_model(folder):
 def test_trainers_and_their_exports_have_the_model(folders, expected, tmp_path, kind, stage, lora):
     engine = TrainingEngine(folders[kind], settings(zero_stage=stage, lora=lora), seed=0)
     np.testing.assert_allclose(engine.logprobs(BATCH, temperature=TEMPERATURE), expected, atol=1e-5)
-    exported = engine.export(tmp_path / "exported")
+    exported = engine.storage.export(tmp_path / "exported")
     engine.close()
     np.testing.assert_allclose(of_model(exported), expected, atol=1e-5)
     assert {path.name for path in exported.glob("*.safetensors")} == {"model.safetensors"}
@@ -287,7 +287,7 @@ def test_what_no_adapter_touches_keeps_its_type_and_its_bits(tmp_path, stage):
     save(folder, "model.safetensors", tensors)
     for lora in (None, LORA):
         engine = TrainingEngine(folder, settings(zero_stage=stage, dtype="bfloat16", lora=lora), seed=0)
-        exported = weights_of(engine.export(tmp_path / f"{bool(lora)}"))
+        exported = weights_of(engine.storage.export(tmp_path / f"{bool(lora)}"))
         engine.close()
         assert exported[bias].dtype == torch.float32 and exported[bias].equal(tensors[bias])
         assert {exported[name].dtype for name in tensors if name != bias} == {torch.bfloat16}
@@ -295,7 +295,7 @@ def test_what_no_adapter_touches_keeps_its_type_and_its_bits(tmp_path, stage):
 
 def test_a_merged_weight_is_not_narrower_than_the_models_or_the_trainers(plain, tmp_path):
     engine = TrainingEngine(plain, settings(lora=LORA), seed=0)
-    adapter = engine.publish(tmp_path / "adapter")
+    adapter = engine.storage.publish(tmp_path / "adapter")
     engine.close()
     adapted, other = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
     half = shutil.copytree(plain, tmp_path / "half")

@@ -119,8 +119,8 @@ def test_gradients_and_metrics_are_those_of_each_sequence_alone(folder, batch, c
     engine = TrainingEngine(folder, settings(critic=critic, lr=1e-9, **changes), seed=0)
     torch.manual_seed(1)
     head = {"weight": torch.randn(1, 32).double(), "bias": torch.randn(1).double()}
-    with torch.no_grad(), engine._zero.GatheredParameters([*engine._critic.parameters()], modifier_rank=0):
-        for name, parameter in engine._critic.named_parameters():
+    with torch.no_grad(), engine.model.zero.GatheredParameters([*engine.model.critic.parameters()], modifier_rank=0):
+        for name, parameter in engine.model.critic.named_parameters():
             parameter.copy_(head[name])
             head[name] = parameter.double().requires_grad_()
     result, gradients = step_and_gradients(engine, batch)
@@ -159,19 +159,20 @@ def test_the_first_steps_train_the_head_alone_which_stays_with_the_trainer(folde
     changes = {"zero_stage": 1, "weight_decay": 0.5, "warmup_steps": 2, "minibatches": 2}
     engine = TrainingEngine(folder, settings(critic={"warmup_steps": 2, "lr": 0.02}, **changes), seed=0)
     original = weights_of(folder)
-    assert engine._deepspeed.get_lr() == [0, 0, 0.02]
+    assert engine.model.deepspeed.get_lr() == [0, 0, 0.02]
     losses = [engine.step(make_batch(), version=3, temperature=TEMPERATURE).value_loss]
     assert all(
-        torch.equal(computed, original[name]) for name, computed in weights_of(engine.publish(tmp_path / "1")).items()
+        torch.equal(computed, original[name])
+        for name, computed in weights_of(engine.storage.publish(tmp_path / "1")).items()
     )
-    assert engine._deepspeed.get_lr() == [0.0005, 0.0005, 0.02]
+    assert engine.model.deepspeed.get_lr() == [0.0005, 0.0005, 0.02]
     losses += [engine.step(make_batch(), version=3, temperature=TEMPERATURE).value_loss for _ in range(2)]
     assert losses[0] > losses[1] > losses[2]
-    saved = engine.save(tmp_path / "saved")
+    saved = engine.storage.save(tmp_path / "saved")
     engine.close()
     assert weights_of(saved).keys() == original.keys()
     assert not torch.equal(weights_of(saved)["model.norm.weight"], original["model.norm.weight"])
     plain = TrainingEngine(folder, settings(**changes), seed=0)
     with pytest.raises(UserError, match=r"only one of the two has a trainer\.critic"):
-        plain.load(saved)
+        plain.storage.load(saved)
     plain.close()

@@ -107,7 +107,7 @@ def finished(tmp_path_factory) -> Path:
         writer.add_trained(version + 1, of_step, engine.values)
         writer.write()
         if version == 1:
-            engine.begin_save(run / "checkpoints" / "step_000002", journal.run).result()
+            engine.storage.begin_save(run / "checkpoints" / "step_000002", journal.run).result()
     (run / "metrics.jsonl").write_text("".join(lines))
 
     async def write() -> None:
@@ -117,8 +117,8 @@ def finished(tmp_path_factory) -> Path:
 
     asyncio.run(write())
     journal.close()
-    engine.snapshot()
-    stamp = engine.begin_write(folder / "weights").result().stamp
+    engine.storage.snapshot()
+    stamp = engine.storage.begin_write(folder / "weights").result().stamp
     engine.close()
     summary = {"ok": True, "steps": STEPS, "weights": {"version": STEPS, "stamp": stamp}}
     summary |= {"groups_discarded": {"test": 1}, "prompts_open": ledger.state.open_prompts()}

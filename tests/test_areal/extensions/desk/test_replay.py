@@ -67,9 +67,9 @@ def record(folder: Path, **trainer) -> Path:
             writer.add_trained(step, batch, engine.values)
             writer.write()
             if step in (2, 4):
-                engine.save(run / "checkpoints" / f"step_{step:06}")
-    engine.snapshot()
-    stamp = engine.begin_write(folder / "weights").result().stamp
+                engine.storage.save(run / "checkpoints" / f"step_{step:06}")
+    engine.storage.snapshot()
+    stamp = engine.storage.begin_write(folder / "weights").result().stamp
     engine.close()
     (run / "summary.json").write_text(json.dumps({"ok": True, "weights": {"version": STEPS, "stamp": stamp}}))
     return run
@@ -139,12 +139,12 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_ea
     resumed = resumed.model_copy(update={"max_staleness": 2})
     (run / "config.yaml").write_text(dump_config(resumed))
     engine = TrainingEngine.of_run(resumed, keep_values=True)
-    engine.load(run / "checkpoints" / "step_000002")
+    engine.storage.load(run / "checkpoints" / "step_000002")
     for step, batch in batches(run / "rollouts", 3):
         mask = oldest_in_loss("mask", 2, step - 1)
         engine.step(batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=mask)
-    engine.snapshot()
-    stamp = engine.begin_write(tmp_path / "weights").result().stamp
+    engine.storage.snapshot()
+    stamp = engine.storage.begin_write(tmp_path / "weights").result().stamp
     engine.close()
     (run / "summary.json").write_text(json.dumps({"weights": {"version": STEPS, "stamp": stamp}}))
     for steps in (":", "2:"):

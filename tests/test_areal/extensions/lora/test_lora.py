@@ -50,7 +50,7 @@ def test_what_is_published_is_an_adapter_that_peft_loads_and_a_checkpoint_is_the
 
     engine = start(folder, stage)
     train(engine, BATCHES[:1])
-    published, saved = engine.publish(tmp_path / "published"), engine.save(tmp_path / "saved")
+    published, saved = engine.storage.publish(tmp_path / "published"), engine.storage.save(tmp_path / "saved")
     engine.close()
     assert {file.name for file in published.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     with_adapter = logits(PeftModel.from_pretrained(plain(folder), published))
@@ -72,7 +72,7 @@ def test_weights_without_an_adapter_stay_as_they_are_to_the_bit(folder, tmp_path
     engine = start(folder, lora=LORA | {"target_modules": ["q_proj", "down_proj"]})
     train(engine, BATCHES[:1])
     weights_before = load_file(folder / "model.safetensors")
-    weights_after = load_file(engine.save(tmp_path / "saved") / "model.safetensors")
+    weights_after = load_file(engine.storage.save(tmp_path / "saved") / "model.safetensors")
     engine.close()
     assert weights_before.keys() == weights_after.keys()
     changed = {name for name in weights_before if not torch.equal(weights_before[name], weights_after[name])}
@@ -83,9 +83,9 @@ def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pat
     for stage in (0, 2):  # the others in training/test_engine
         engine = start(folder, stage, warmup_steps=3, minibatches=2)
         train(engine, BATCHES[:2])
-        engine.save(tmp_path / f"checkpoint-{stage}")
+        engine.storage.save(tmp_path / f"checkpoint-{stage}")
         train(engine, BATCHES[2:])
-        engine.publish(tmp_path / f"straight-{stage}")
+        engine.storage.publish(tmp_path / f"straight-{stage}")
         engine.close()
         go_on(folder, tmp_path, stage, warmup_steps=3, minibatches=2)
         assert same_adapters(tmp_path / f"straight-{stage}", tmp_path / f"resumed-{stage}")
@@ -93,9 +93,9 @@ def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pat
 
 def go_on(folder, out, stage, **changes):
     engine = start(folder, stage, seed=1, **changes)
-    engine.load(out / f"checkpoint-{stage}")
+    engine.storage.load(out / f"checkpoint-{stage}")
     train(engine, BATCHES[2:])
-    engine.publish(out / f"resumed-{stage}")
+    engine.storage.publish(out / f"resumed-{stage}")
     engine.close()
 
 
@@ -107,11 +107,11 @@ def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):
     for stage in STAGES:
         engine = start(folder, stage)
         train(engine, BATCHES[:1])
-        written = engine.save(tmp_path / "written")
+        written = engine.storage.save(tmp_path / "written")
         engine.close()
         second = start(folder, (stage + 1) % 4, seed=1)
-        second.load(written)
-        again = second.save(tmp_path / "again")
+        second.storage.load(written)
+        again = second.storage.save(tmp_path / "again")
         second.close()
         for file in ("model", "adapter/adapter_model"):
             assert (again / f"{file}.safetensors").read_bytes() == (written / f"{file}.safetensors").read_bytes()
@@ -120,12 +120,12 @@ def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):
 
 def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
     engine = start(folder)
-    engine.save(tmp_path / "saved")
+    engine.storage.save(tmp_path / "saved")
     engine.close()
     for lora in (None, LORA | {"rank": 8}):
         second = start(folder, lora=lora)
         with pytest.raises(UserError, match=r"has another trainer\.lora"):
-            second.load(tmp_path / "saved")
+            second.storage.load(tmp_path / "saved")
         second.close()
 
 

@@ -45,7 +45,7 @@ def test_ranks_that_divide_layers_train_publish_and_resume_as_one_rank(models, t
     assert_as_one_rank(models, tmp_path, {case: CASES[ranks][case] for case in cases}, goes_on_alone=False)
     engine = TrainingEngine(models / CASES[ranks][cases[0]][0], configuration({}), seed=0)
     with pytest.raises(UserError, match="belongs to another model .* or they have another trainer.tensor_parallel"):
-        engine.load(tmp_path / cases[0] / "checkpoint")
+        engine.storage.load(tmp_path / cases[0] / "checkpoint")
     engine.close()
 
 

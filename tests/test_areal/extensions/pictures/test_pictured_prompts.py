@@ -134,7 +134,7 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         blind = [replace(groups[0], trajectories=unseen), *groups[1:]]
         assert np.abs(trainer.logprobs(blind, temperature=1.0) - by_engine)[was_sampled].max() > 0.01
         trainer.step(groups, version=version, temperature=1.0)
-        await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
+        await engine.load(trainer.storage.publish(tmp_path / f"{version + 1}"), version + 1)
     with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 1 pictures"):
         await sampled(engine, "wrong", prompt_with([tall], sight, [1])[:-4], SAMPLING, [sight.look(tall)])
     await engine.close()
@@ -143,7 +143,7 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
 
 @pytest.mark.slow
 def test_sequences_that_see_the_same_picture_hold_its_patches_once():
-    from areal.generation.vllm_worker import _Gathers
+    from areal.generation.gathering_scheduler import _Gathers
 
     class Waiting:
         def add_request(self, request):

@@ -34,8 +34,8 @@ from support.tiny_training import (
 from torch.overrides import TorchFunctionMode
 
 from areal.base.errors import UserError
+from areal.extensions.routing.expert_routing import Routing, routing_of
 from areal.extensions.routing.routes import RouteReplay
-from areal.models import Routing, routing_of
 from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.training.packed import FlatBatch, pack
 from areal.training.training_engine import TrainingEngine

@@ -17,8 +17,8 @@ from areal.extensions.selftest.generator_checks import GenerationChecks
 from areal.extensions.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.extensions.selftest.transfer_checks import Sending
 from areal.extensions.selftest.verdicts import check_engine, check_versions
-from areal.generation import generation_engine
-from areal.generation.generation_engine import LoadTimes
+from areal.generation import engine_sequences
+from areal.generation.engine_weights import LoadTimes
 from areal.weights.folders import write_weights
 from areal.weights.model_files import WEIGHTS_FILE
 
@@ -85,12 +85,12 @@ async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fa
 
 
 async def test_an_engine_that_names_versions_one_off_fails(generator, folder, monkeypatch):
-    add = generation_engine._Sequence.add
+    add = engine_sequences.EngineSequence.add
 
     def one_off(stream, output, logprobs, version):
         add(stream, output, logprobs, str(int(version) + 1))
 
-    monkeypatch.setattr(generation_engine._Sequence, "add", one_off)
+    monkeypatch.setattr(engine_sequences.EngineSequence, "add", one_off)
     _, versions, _ = await interrupted(generator, folder, "off")
     assert versions.result == "FAILED"
 
@@ -148,14 +148,14 @@ async def test_who_keeps_the_memory_of_a_gpu_in_the_others_turn_fails(changes, g
 @asynccontextmanager
 async def without_packing_the_head(engine, folder, monkeypatch):
     """vLLM's own reload, which leaves a tied head on the CPU as it was."""
-    call = engine._core.collective_rpc_async
+    call = engine._process.core.collective_rpc_async
 
     def reload(method, *arguments, **options):
         if method == "load_policy":
             return call("reload_weights", kwargs={"weights_path": str(folder)})
         return call(method, *arguments, **options)
 
-    monkeypatch.setattr(engine._core, "collective_rpc_async", reload)
+    monkeypatch.setattr(engine._process.core, "collective_rpc_async", reload)
     yield
     monkeypatch.undo()
 
