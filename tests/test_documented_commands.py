@@ -31,7 +31,9 @@ COMMAND = re.compile(r"python (tests/[\w/]+\.py)([^`#\n]*(?:\\\n[^`#\n]*)*)")
 # Forks a process for each script: imports take longer than the help.
 HELP = """
 import gc, json, os, runpy, sys, traceback
-import areal.config, areal.data.sources, areal.training.training_engine, torch
+import actors.master.master, actors.runtime.supervisor, aiohttp, psutil, rich.console, rich.progress, rich.table, torch
+import areal.data.sources, areal.extensions.desk.plan, areal.generation.generation_engine, areal.storage.record
+import areal.training.training_engine
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
 gc.freeze()
 for script in json.loads(sys.argv[1]):
