@@ -23,16 +23,12 @@ export TYPED := The pages' commands begin with .venv/bin/areal; after `. .venv/b
 run: setup
 	$(BIN)/python run.py $(ARGS)
 
-test: setup $(VENV)/compiled
+test: setup
 	$(BIN)/python -V
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The first import compiles. Workers that begin at once would each do it, for half a minute: one process does.
-$(VENV)/compiled: $(VENV)/installed-$(EXTRA)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --collect-only > /dev/null && touch $@ || true
-
 # Then `make test` with each other Python, in environments below build.
-test-all: setup $(VENV)/compiled
+test-all: setup
 	$(BIN)/python -V
 	$(PYTEST) $(ARGS)
 	$(MAKE) recipes ARGS=--quick
