@@ -79,7 +79,6 @@ READERS = [
     "replay RUN",
     "track RUN",
     "backup RUN OUT",
-    "plan --from RUN --devices 2 --device-memory 80",
     "health --master RUN --wait 0.1",
 ]
 

@@ -158,7 +158,11 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, sentence, ca
         ("score --reward exact_match --input file sandbox.cpu_seconds=x", "sandbox.cpu_seconds is 'x'"),
         ("agent try --config missing.yaml", "no configuration file missing.yaml"),
         ("health --master nonsense", "'nonsense' is not an address"),
-        ("plan --devices 8 --device-memory 80", "Say which run to plan"),
+        (
+            "plan --config missing.yaml --devices 8 --device-memory 80"
+            " --generation-rate 1 --training-rate 1 --mean-tokens 1",
+            "no configuration file missing.yaml",
+        ),
         ("selftest --only other", "There is no check 'other'"),
         ("sweep missing.yaml", "no configuration file missing.yaml: correct its path"),
         ("config nonsense", "No key of the configuration has to do with nonsense"),
