@@ -1042,7 +1042,7 @@ def sessions_trained_twice() -> AbstractContextManager[None]:
 
 def sessions_of_two_gateways() -> AbstractContextManager[None]:
     """The trainer takes the calls of a session also from a gateway that was replaced."""
-    return patch.multiple(Spool, holder=lambda spool, group: "")
+    return patch.multiple(SpooledCalls, holder=lambda calls, group: "")
 
 
 def expiry_not_told() -> AbstractContextManager[None]:
