@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a run, or a single role: `.venv/bin/python run.py --help`. `.venv/bin/areal run` does the same."""
+"""Start a run, or a single role: `.venv/bin/python run.py --help`. `.venv/bin/areal run` is the same command."""
 
 import shlex
 import sys
@@ -10,7 +10,7 @@ OURS = ("areal", "actors", "protocols")
 
 
 def way_in() -> str:
-    """The remedy for a command whose Python cannot start a run."""
+    """Return the remedy if the current Python cannot start a run."""
     venv = ROOT / ".venv"
     if not venv.exists():
         return f"`make setup` in {ROOT} makes one that can"
@@ -22,7 +22,7 @@ def way_in() -> str:
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     here = f"{sys.executable} (Python {sys.version_info[0]}.{sys.version_info[1]})"
     if sys.version_info < (3, 11):  # noqa: UP036
         print(f"{here} is too old for run.py: {way_in()}.", file=sys.stderr)

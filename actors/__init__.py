@@ -1,4 +1,4 @@
-"""The roles and what they share. A small role is a file; a role with parts is a room of its name.
+"""The roles, and modules for several roles. A small role is a file; a role with parts is a folder of the role's name.
 
-An actor is thin: it receives a message, asks a state machine for the decision, and sends the result.
+Actors are thin: an actor receives a message, asks a state machine for the decision, and sends the result.
 """

@@ -1,4 +1,4 @@
-"""`areal TOOL`: run.py, and further command-line tools. A room declares its tools in its `commands.py`."""
+"""`areal TOOL`: run.py, and further command-line tools. A room declares tools in `commands.py`."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ from areal.base.processes import START, LenientOutput, check_packages
 from areal.base.text import sentences_on, shown
 from areal.config import advice
 
-# Names of the tool that does the same as run.py.
+# Names of the tool that executes run.py.
 RUN = ["run", "train"]
 
 
@@ -94,7 +94,7 @@ def complete(options: Namespace) -> None:
     parser = command_line()
     tools = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     start = import_module("actors.start.run_command")
-    start.add_options_of_run(tools[RUN[0]].add_argument)  # also the options of the other name
+    start.add_options_of_run(tools[RUN[0]].add_argument)  # the alias `train` has the same parser
     start.add_options_of_role(tools[RUN[0]].add_argument)
     for action in (action for tool in tools.values() for action in tool._actions if action.type is Path):
         action.complete = shtab.DIRECTORY if action.metavar == "RUN_FOLDER" else shtab.FILE

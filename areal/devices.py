@@ -1,4 +1,4 @@
-"""Assigns the GPUs, or the cores, of this machine to the actors of a run."""
+"""Assigns the machine's GPUs, or the cores, to the actors of a run."""
 
 import atexit
 import contextlib
@@ -21,22 +21,22 @@ from areal.config.roles import ROLES, role_of
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
-SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
+SHARES = "AREAL_SHARES_GPU"  # environment variable: trainer and generator share a GPU at the same time
 DEVICE_FILES = Path("/dev")
 VMSTAT = Path("/proc/vmstat")
-# The folder of control groups, and the list of this process's groups. A container sees its own group as the topmost.
+# The folder of control groups, and the list of the process's groups. In a container, the top group is the container's.
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# By version (2, and 1): the files of a group with its limit and its use, and the line of memory.stat with cached files.
+# By version (2, and 1): a group's files with the limit and the use, and the line of memory.stat with cached files.
 GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # read by torch
-ASK_SECONDS = 60.0  # timeout of nvidia-smi; waking an idle driver may take half of it
+ASK_SECONDS = 60.0  # timeout of nvidia-smi; waking an idle driver may take half a minute
 
 
 def visible_devices() -> list[str]:
-    """Return the GPUs for this process, by their names in CUDA_VISIBLE_DEVICES or, if unset, the driver's numbers."""
+    """Return the GPUs of the process: the names in CUDA_VISIBLE_DEVICES or, if unset, the driver's numbers."""
     if VISIBLE in os.environ:
         named = [device.strip() for device in os.environ[VISIBLE].split(",")]
         return [device for device in named if device not in ("", "-1")]
@@ -44,7 +44,7 @@ def visible_devices() -> list[str]:
 
 
 def host_memory() -> int:
-    """Return the memory of this machine in bytes, or of a smaller control group of this process."""
+    """Return the memory of the machine in bytes, or the limit of a smaller control group of the process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *(limit for limit, _ in _groups())])
 
@@ -56,8 +56,8 @@ def free_memory() -> int:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group of this process, and the bytes in use there without cached files. A
-    scheduler such as Slurm sets its limit in a group far below the topmost group."""
+    """Yield the limit of each control group of the process, and the bytes in use there without cached files. A
+    scheduler such as Slurm sets a limit far below the topmost group."""
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, version, path = line.split(":", 2)
@@ -76,7 +76,7 @@ def _limit_and_use(group: Path, limit: str, use: str, cache: str) -> tuple[int, 
 
 
 def memory_kills() -> int:
-    """Return how many processes the kernel of this machine has killed for lack of memory; 0 if unknown."""
+    """Return how many processes the machine's kernel has killed for lack of memory; 0 if unknown."""
     with contextlib.suppress(OSError):
         if count := re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.MULTILINE):
             return int(count[1])
@@ -84,14 +84,14 @@ def memory_kills() -> int:
 
 
 def transfer_backend() -> str:
-    """Return the backend of vLLM's weight transfer from a trainer into engines on this machine."""
+    """Return the backend of vLLM's weight transfer from a trainer on this machine into engines."""
     return "nccl" if visible_devices() else "gloo"
 
 
 @cache
 def listed_devices() -> Sequence[str]:
     """Return all GPUs. The driver is asked once in a process, since an answer may take long. Without the driver's tool,
-    as in some containers, its device files count, or the devices of torch if it is loaded."""
+    as in some containers, the driver's device files count, or the devices of torch if torch is loaded."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=ASK_SECONDS)
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
@@ -109,8 +109,8 @@ def set_allocator() -> None:
 
 
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (an
-    entry per actor). Raises UserError if there are too few GPUs."""
+    """Return environment variables, by actor, that divide the machine's GPUs, or else the cores, among `roles` (an
+    entry per actor). Raises UserError for too few GPUs."""
     devices = visible_devices() if any(role_of(name).devices(config, 0) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
     if any(SHARES in variables for variables in dealt.values()) and listed_devices():
@@ -119,7 +119,7 @@ def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def shares_devices(config: Config) -> bool:
-    """Return whether this process, a trainer or a generator, shares its devices with the other role."""
+    """Return whether the process, a trainer or a generator, shares devices with the other role."""
     return config.colocate or SHARES in os.environ
 
 
@@ -127,9 +127,9 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
     """Return CUDA_VISIBLE_DEVICES for each actor in `roles` (an entry per actor) that uses GPUs.
 
     An actor gets the next GPUs, in the order of ROLES. With `colocate` each role begins with the first GPU. Otherwise
-    no GPU is given to two actors, except a single GPU, which a trainer of one rank and one generator share. Without
-    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs, or if two actors
-    on one GPU would send weights by NCCL.
+    two actors share a GPU only if the machine has a single GPU, for a single generator and a trainer of one rank.
+    Without devices the result is empty, and the run uses the CPU. Raises UserError for too few GPUs, and for weights by
+    NCCL between two actors on the same GPU.
     """
     if not devices:
         return {}
@@ -167,9 +167,9 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
     """Return the cores of the engine of each generator in `roles` (an entry per actor), by actor.
 
     The result is empty unless the trainer and all engines, including scorers', need exactly all `cores` at the same
-    time (without a trainer: all but one). In such a run any other process that wakes up preempts an engine or the
-    trainer. The process should preempt the trainer: on two cores this makes a run a fifth faster, and generation alone
-    a third. If cores are free, the kernel finds a free core.
+    time (without a trainer: all but one). In such a run, a process that wakes up preempts an engine or the trainer.
+    With reserved cores it preempts the trainer: on two cores a run is a fifth faster, and generation alone a third.
+    If cores are free, the kernel finds a free core.
     """
     core_ids = sorted(cores)
     count = roles.count("generator")
@@ -189,8 +189,8 @@ def threads_of_scorers(config: Config) -> int:
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the environment variable of each generator in `roles` with the cores for its engine alone.
 
-    The result is empty if `engine_cores` assigns none, or if there are GPUs. Otherwise the function also sets CORES,
-    the remaining cores, in the environment of this process and so of all actors.
+    The result is empty if `engine_cores` assigns no cores, or if there are GPUs. Otherwise the function also sets
+    CORES, the remaining cores, in the environment of the process, which all actors inherit.
     """
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     dealt = engine_cores(config, roles, cores)
@@ -201,10 +201,10 @@ def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, 
 
 
 def settle(variable: str) -> None:
-    """Move this process, its threads and its future children to the cores in the environment variable, if set.
+    """Move the process with its threads and future children to the cores in the environment variable, if set.
 
-    Call it after the start of the process, because a start is slow and should use all cores. Existing objects are
-    excluded from garbage collection: going through vLLM's objects took half a second each time.
+    Call `settle` after the start of the process, because a start is slow and should use all cores. Existing objects are
+    excluded from garbage collection: a collection took half a second for vLLM's objects.
     """
     gc.freeze()
     atexit.unregister(gc.unfreeze)  # register once: the simulator has thousands of actors in a process

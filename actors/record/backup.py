@@ -24,7 +24,7 @@ from areal.weights.folders import atomic_folder, link
 
 # Files of the run's processes, files that a resumed run makes again, and files with a copy of their own.
 ELSEWHERE = ("address", "keys", "reserve", "weights", "*.lock", "*.tmp", ".*", f"{JOURNAL}*", f"{SPOOL}*", METRICS)
-# Files in these folders are never written again, so links suffice as copies.
+# Folders of files that are never written again: links suffice as copies.
 LINKED = ("checkpoints", "rollouts", "abandoned")
 ATTEMPTS = 20
 
@@ -34,7 +34,7 @@ class OvertakenError(Exception):
 
 
 def backup(options: Namespace) -> None:
-    """Copy the folder of a run. Raises UserError if there is no run, if the copy exists, or if copying fails."""
+    """Copy the folder of a run. Raises UserError without a run, for an existing copy, and if copying fails."""
     folder, copy = options.folder.absolute(), options.copy.absolute()
     config: Config = config_of_run(folder, secrets=True)
     if not (folder / JOURNAL).is_file():
@@ -85,6 +85,6 @@ def _link_files(folder: Path, copy: Path, name: str) -> None:
 
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:
-    """The state in a journal that may be in use. copy: a folder for a copy of the journal."""
+    """Return the state in a journal that may be in use. copy: a folder for a copy of the journal."""
     with journal_copy(journal, copy) as opened:
         return RunState(config, opened)

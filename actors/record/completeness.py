@@ -15,10 +15,10 @@ log = structlog.get_logger()
 
 
 def check_record(config: Config, from_step: int | None = None, agreed: bool = False) -> list[str]:
-    """Check the folder of a run to resume. Raises UserError unless the folder has the whole record of one run with at
-    most `steps` trained steps. The journal stays unchanged, so a missing log may be put back beside it, unless the run
-    goes back to `from_step` (agreed: see `go_back`). Returns sentences on the way back, and on changes of the
-    configuration."""
+    """Check the folder of a run to resume. Raises UserError unless the folder has the whole record of a single run with
+    at most `steps` trained steps. The journal stays unchanged, so a missing log may be put back beside the journal,
+    unless the run goes back to `from_step` (agreed: see `go_back`). Returns sentences on the way back, and on changes
+    of the configuration."""
     if from_step is None and not (config.folder / METRICS).exists():  # the run was stopped before it began
         return []
     state, lines = _state(config), []
@@ -35,8 +35,8 @@ def check_record(config: Config, from_step: int | None = None, agreed: bool = Fa
 
 
 def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:
-    """Compare the rows with the rows at the run's beginning. Raises UserError if the number of rows differs, since
-    indexes then mean other rows; logs a warning about any other difference."""
+    """Compare the rows with the rows at the run's beginning. Raises UserError if the number of rows differs, since an
+    index would mean a different row; logs a warning if only the contents differ."""
     now = source.summary()
     at_first = journal.note("data", now) if now else now
     first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]
@@ -47,7 +47,7 @@ def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> N
             f"--at-step N data.source=NAME."
         )
     if at_first != now:
-        log.warning("the rows are others than when the run began", data=config.data.named)
+        log.warning("the rows differ from the rows at the run's beginning", data=config.data.named)
 
 
 def _state(config: Config) -> RunState:

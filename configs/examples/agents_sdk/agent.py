@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK. It is written as for a served model; only the client is another."""
+"""An agent of the OpenAI Agents SDK, written as for any served model: only the client differs."""
 
 import re
 
@@ -22,13 +22,13 @@ PRICES = {"apple": 3, "pear": 4, "plum": 2, "melon": 9, "lemon": 5, "cherry": 1}
 
 @function_tool
 def price(fruit: str) -> str:
-    """The price of one fruit, such as "apple"."""
+    """The price of a fruit, for example "apple"."""
     cost = PRICES.get(fruit.lower().strip())
     return f"There is no {fruit}." if cost is None else f"One {fruit} costs {cost}."
 
 
 async def solve(base_url: str, api_key: str, row: dict) -> float:
-    """The reward: 1 if the last number of the final answer is right. What the policy did wrong is 0, not a failure."""
+    """Return 1 if the last number of the final answer is right, else 0. A mistake of the policy is 0, not a failure."""
     model = OpenAIResponsesModel("policy", AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared))
     agent = Agent(
         "clerk",

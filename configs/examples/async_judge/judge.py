@@ -1,4 +1,4 @@
-"""A reward that asks a model, behind an OpenAI endpoint, for a mark."""
+"""A reward: the mark of a model behind an OpenAI endpoint."""
 
 import os
 import re
@@ -13,14 +13,14 @@ Give the answer a mark from 0 (useless) to 10 (short, clear and right). Write on
 
 
 class Judge:
-    deterministic = False  # asked twice, it may say something else
+    deterministic = False  # a second call may return a different mark
 
     def __init__(self, address: str, model: str) -> None:
         self.model = model
         self.client = AsyncOpenAI(base_url=address, api_key=os.environ.get("JUDGE_API_KEY", "none"))
 
     async def score(self, prompt: str, completion: str, row: dict) -> tuple[float, dict[str, float]]:
-        """The mark as 0 to 1, and as a part the length. Raises ValueError, which fails the sample, without a mark."""
+        """Return the mark as 0 to 1, and the length as a part. Without a mark raises ValueError: the sample fails."""
         question = QUESTION.format(question=row["prompt"], answer=completion)
         reply = await self.client.chat.completions.create(
             model=self.model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=8

@@ -7,13 +7,13 @@ from areal.data import History, RowHistory
 
 
 class Difficulty:
-    """Rows whose pass rate is probably in the band from `low` to `high`.
+    """Chooses rows with a pass rate that is probably in the band from `low` to `high`.
 
-    With probability `explore`, and while nothing is measured, the choice is a row that was not chosen yet. Otherwise
-    `candidates` measured rows are drawn, and the choice is the row whose rate is most probably in the band; among
-    equals the row that was chosen longest ago. A new row, if any is left, is the choice instead where a rate of which
-    nothing is known is more probably in the band. What is known of a rate counts half as much after `half_life`
-    versions. reward_range: the rewards of a sample with nothing and with everything right.
+    With probability `explore`, and while nothing is measured, the choice is a new row, never chosen before. Otherwise
+    `candidates` measured rows are drawn, and the choice is the row with the highest probability to be in the band;
+    among equals the row that was chosen longest ago. If an unmeasured rate is more probably in the band, the choice is
+    a new row, if any is left. A measurement counts half as much after `half_life` versions. reward_range: the rewards
+    of a sample with nothing and with everything right.
 
     The rates have discounted Beta distributions, as in MoPPS (Qu et al. 2025).
     """
@@ -46,8 +46,8 @@ class Difficulty:
         return index if new is None or fit >= self._fit(None, history) else new
 
     def _fit(self, row: RowHistory | None, history: History) -> float:
-        """The probability that the rate of the row is in the band, to a tenth, so that there are equals. Of a row that
-        is None, nothing is known. The Beta distribution has the tails of a normal one here."""
+        """Return the probability, to a tenth, that the rate of the row is in the band; rounding makes ties. The rate is
+        unknown if row is None. A normal distribution approximates the Beta distribution."""
         known = rate = 0.0
         if row is not None:
             known = history.group_size * row.weight * 0.5 ** ((history.version - row.version) / self._half_life)

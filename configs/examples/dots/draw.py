@@ -1,4 +1,4 @@
-"""Pictures of dots, and rows that ask how many there are."""
+"""Pictures of dots, and rows that ask for the number of dots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST, SIDE = 6, 56
 
 
 def draw(random: Random) -> tuple[str, int]:
-    """A picture with 1 to MOST dots that do not touch, as a data URL, and how many they are."""
+    """Draw 1 to MOST dots that do not touch. Returns the picture as a data URL, and the number of dots."""
     picture, number, dots = Image.new("RGB", (SIDE, SIDE), (100, 95, 85)), random.randint(1, MOST), []
     while len(dots) < number:
         radius = random.randint(4, 5)
@@ -28,8 +28,7 @@ def draw(random: Random) -> tuple[str, int]:
 
 
 def write_rows(file: Path, count: int, slip: float = 0.0) -> None:
-    """Rows with a picture, its answer, and as `completion` what a teacher says who is wrong by one with the probability
-    `slip`."""
+    """Write rows with a picture, the answer, and a teacher's `completion`, wrong by 1 with probability `slip`."""
     random, lines = Random(file.name), []
     for _ in range(count):
         picture, number = draw(random)

@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen2.5-VL with random weights, and has a careless teacher show it how to count dots."""
+"""Makes a tiny Qwen2.5-VL with random weights, and trains the model on a careless teacher's counts of dots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = {"hidden_size": 64, "intermediate_size": 128}
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(WORDS)}
 ENDS = {"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 1}
 ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-# The tower is not trained. With weights of this size it tells apart what it sees, as it is.
+# The vision tower is not trained. Random weights with this range already distinguish the pictures.
 TOWER = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "initializer_range": 0.1}
 IDS = {"image_token_id": 2, "video_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
 SIZES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 28**2, "max_pixels": SIDE**2}
@@ -31,7 +31,7 @@ TEACHING = ["epochs=2", "trainer.dtype=float32", "trainer.lr=3e-3", "trainer.lr_
 
 
 def write_model(folder: Path) -> None:
-    """The model, its tokenizer, and how its pictures are cut into patches."""
+    """Write the model, the tokenizer, and the settings that cut pictures into patches."""
     torch.manual_seed(0)
     text, tower = {**WIDTH, **TEXT, **ENDS, "rope_parameters": ROPE}, {**WIDTH, **TOWER}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **IDS)

@@ -1,11 +1,11 @@
-"""A workflow of one's own: several attempts, each of which goes on from what was right in the one before."""
+"""A workflow of one's own: several attempts; each attempt continues the right part of the attempt before."""
 
 from areal.data import Row, prompt_text
 from areal.workflows import Session, Trajectory, begin, turns, user
 
 
 async def mend(session: Session, row: Row, *, max_turns: int = 3, discount: float = 0.5) -> Trajectory:
-    """The reward is the score of the last attempt, times `discount` for each attempt before it."""
+    """Return the episode. The reward is the score of the last attempt, times `discount` for each earlier attempt."""
     problem = prompt_text(row.prompt)
     talk, messages = begin(session.tokenizer, row.prompt)
     right, score = "", 0.0
@@ -19,7 +19,7 @@ async def mend(session: Session, row: Row, *, max_turns: int = 3, discount: floa
 
 
 def right_part(problem: str, working: str) -> str:
-    """The first columns of the working, up to the first that is wrong: `label, digit, digit, carry, sum` of each."""
+    """Return the right columns at the start of the working: `label, digit, digit, carry, sum` of every column."""
     right, carry = "", 0
     for at in range(0, len(problem) - 1, 3):
         label, x, y = problem[at : at + 3]

@@ -1,4 +1,4 @@
-"""An MCP server with one tool. It speaks on its standard streams, or with a port by streamable HTTP."""
+"""An MCP server with a single tool, on standard streams or, with a port, by streamable HTTP."""
 
 import sys
 
@@ -10,7 +10,7 @@ server = MCPServer("shop", log_level="ERROR")
 
 @server.tool()
 def price(fruit: str) -> str:
-    """The price of one fruit, such as "apple"."""
+    """The price of a fruit, for example "apple"."""
     cost = PRICES.get(fruit.lower().strip())
     return f"There is no {fruit}." if cost is None else f"One {fruit} costs {cost}."
 

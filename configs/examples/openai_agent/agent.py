@@ -1,4 +1,4 @@
-"""An agent with OpenAI's client: it samples three drafts, and takes the answer that most of them have."""
+"""An agent with OpenAI's client: the agent samples three drafts, and takes the most frequent answer."""
 
 from collections import Counter
 
@@ -6,11 +6,11 @@ import httpx
 from openai import AsyncOpenAI
 
 DRAFTS = 3
-shared = httpx.AsyncClient(timeout=300)  # a client of its own for each sample would take tens of milliseconds to start
+shared = httpx.AsyncClient(timeout=300)  # starting a client for each sample would take tens of milliseconds
 
 
 async def solve(base_url: str, api_key: str, row: dict) -> float:
-    """The reward: half for the vote, half for the share of drafts that are right."""
+    """Return the reward: half for the vote, half for the share of right drafts."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared)
     messages = [{"role": "user", "content": row["prompt"]}]
     drafts = await client.chat.completions.create(model="policy", messages=messages, n=DRAFTS, max_tokens=64)
@@ -20,5 +20,5 @@ async def solve(base_url: str, api_key: str, row: dict) -> float:
 
 
 def answer_of(working: str) -> str:
-    """The sum that the working comes to: its last carry, then the last digit of each column of 5, from the end."""
+    """Return the sum in the working: the last carry, then the last digit of each column of 5, from the end."""
     return (working[-2:-1] + working[4::5][::-1]).lstrip("0")

@@ -6,8 +6,8 @@ from areal.training import TokenLoss, Tokens, TrainerConfig, ratio
 
 
 def tapered(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """J = A log pi_theta for tokens with A > 0, and min(pi_theta / pi_behav, 1) A log pi_theta for the others: what the
-    policy no longer does is not pushed further down."""
+    """J = A log pi_theta for tokens with A > 0, else min(pi_theta / pi_behav, 1) A log pi_theta: a token that the
+    policy has already made rare is not pushed further down."""
     old = ratio(tokens.logp.detach() - tokens.logp_behav)
     weight = torch.where(tokens.A > 0, torch.ones_like(old), old.clamp(max=1))
     loss = -weight * tokens.A * tokens.logp

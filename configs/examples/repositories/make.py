@@ -1,4 +1,4 @@
-"""Writes rows.jsonl: five small repositories, each with a mistake, and tests that find it."""
+"""Writes rows.jsonl: five small repositories with mistakes, and tests for the mistakes."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""One conversation of tau2's retail domain: the policy is the clerk, a model at another endpoint is the customer.
+"""A conversation of tau2's retail domain: the policy is the clerk, a model at another endpoint is the customer.
 
-`agent.py rows SPLIT` writes the tasks as rows. A run starts `agent.py` once per sample, with a row on its standard
-input. It needs the package tau2, in an environment of its own (Python 3.12).
+`agent.py rows SPLIT` writes the tasks as rows. A run starts `agent.py` once per sample, with a row on standard input.
+The program needs the package tau2, in a separate environment (Python 3.12).
 """
 
 import json
@@ -21,7 +21,7 @@ def write_rows(split: str) -> None:
 
 
 def play(row: dict) -> float:
-    """The task's reward: 1 if the database and what the clerk said are as the task wants them, else 0."""
+    """Return the task's reward: 1 if the database and the clerk's statements agree with the task, else 0."""
     from tau2 import TextRunConfig
     from tau2.runner import build_text_orchestrator, get_tasks, run_simulation
 

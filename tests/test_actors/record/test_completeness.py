@@ -42,7 +42,7 @@ def test_a_run_goes_on_with_as_many_rows_as_it_began_with_and_says_if_they_are_o
         with pytest.raises(UserError, match=sentence):
             check(config_of(tmp_path, rows))
     for config in (config_of(tmp_path, [4, 3, 2, 1]), config_of(tmp_path, [1, 2, 3, 4], "no")):
-        assert check(config) == ["the rows are others than when the run began"]
+        assert check(config) == ["the rows differ from the rows at the run's beginning"]
     assert check(config_of(tmp_path, [1, 2, 3, 4])) == []
 
 
