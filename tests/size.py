@@ -19,12 +19,11 @@ PACKAGES = ("protocols", "actors", "areal")
 # Extensions that are actors, or parts of actors.
 ROOMS = ("direct", "evaluator", "gateway", "scorer", "terminal", "ways_back")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward")
-# Parts of the engine in vLLM's process, and the workers of reward pools with what they import by name.
+# Parts of the engine in vLLM's process, and the workers of reward pools.
 PROCESSES = (
     "areal.generation.gathering_scheduler",
     "areal.generation.vllm_worker",
     "areal.rewards.worker",
-    "areal.rewards.math_answers",
 )
 # The losses, which the trainer imports by name.
 LOSSES = "areal.training.algorithms."

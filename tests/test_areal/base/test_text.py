@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from areal.base.text import all_shown, python_call, sentences_on, shown
 from areal.data import addition
 from areal.extensions.agents.parsers import cut
+from areal.extensions.math import final_answer
 from areal.extensions.programs.code_tests import continued, program_in, same_output
-from areal.rewards import final_answer
 from areal.rewards.functions import exact_match
 
 # What the functions are to find, as regular expressions, which take time beyond all bounds on some texts.

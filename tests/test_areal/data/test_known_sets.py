@@ -13,8 +13,8 @@ from areal.config.data_section import BenchmarkConfig, RowsConfig
 from areal.config.role_sections import EvaluatorConfig, benchmarks_in
 from areal.data.rows import prompt_text
 from areal.data.sources import open_benchmark, open_source
+from areal.extensions.math import math_answers
 from areal.extensions.programs.code_rows import read_tests
-from areal.rewards import math_answers
 
 FOLDER = Path(__file__).parents[3] / "configs" / "data"
 BOX = "put your final answer within \\boxed{}."

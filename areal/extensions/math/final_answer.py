@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from areal.rewards.answer_forms import FLAGS, FRACTION, NUMBER, PERCENT, ascii_digits, plain, stands_in, tidy
+from areal.extensions.math.answer_forms import FLAGS, FRACTION, NUMBER, PERCENT, ascii_digits, plain, stands_in, tidy
 
 MARK = "####"
 

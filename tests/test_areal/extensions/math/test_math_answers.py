@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from areal.base import limits
-from areal.rewards import final_answer, math_answers
+from areal.extensions.math import final_answer, math_answers
 from areal.rewards.lookup import resolve
 from areal.rewards.result import RewardError
 
