@@ -127,8 +127,8 @@ def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
 
 
 class LiveRun:
-    """A run in `folder`. The record can be read at any time, also after the run's end. process: of a run that this
-    process has started. show: whether the run's console is printed here while this process waits."""
+    """A run in `folder`. The record can be read at any time, also after the run's end. process: the run's, if this
+    process has started the run. show: whether the run's console is printed here while this process waits."""
 
     def __init__(
         self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None = None, show: bool = False
@@ -152,8 +152,6 @@ class LiveRun:
         if self._process.is_own:
             self._stop()
         self.leave()
-
-    # --- what it has recorded
 
     @property
     def version(self) -> int:
@@ -198,8 +196,6 @@ class LiveRun:
         from areal.extensions.desk.report import report_of
 
         return NotebookPage(report_of(self.folder))
-
-    # --- its progress
 
     async def step(self, number: int) -> None:
         """Wait until `number` steps are trained. Raises RunFailed if the run ends before."""
@@ -246,12 +242,10 @@ class LiveRun:
             raise RunFailed(self._process.reason)
         return ended
 
-    # --- what this process does for it
-
     def serve_reward(self, reward: RewardLike, weight: float | None = None, name: str | None = None) -> None:
         """Have this process score for the run, until `leave`. An earlier reward with the name is replaced.
 
-        name: the function's name by default. weight: of the reward, from the next prompt on; a reward that the run does
+        name: the function's name by default. weight: the reward's, from the next prompt on; a reward that the run does
         not know needs a weight. Raises UserError.
         """
         name = name or name_of(reward)

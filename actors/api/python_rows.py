@@ -1,4 +1,4 @@
-"""Rows given as objects: they are checked, and written to a file in the run folder."""
+"""Rows given as objects, which are checked and written to a file in the run folder."""
 
 import json
 import re

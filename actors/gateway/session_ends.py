@@ -87,7 +87,7 @@ class SessionEnds:
             _check_gave(session.gave.get(mark, ""), reward)
             if mark and (session.rewarded or mark not in session.gave):
                 earlier = _known_reward(await links.ask(name, False, mark), name, reward, session.admitted)
-            if earlier or session.group is None or session.rewarded:  # its lease may have ended meanwhile
+            if earlier or session.group is None or session.rewarded:  # the lease may have ended meanwhile
                 return earlier or await self._table.state(name) | {"changed": False}
             if call is not None:
                 session.give_reward(reward.value, call, mark)
@@ -139,7 +139,7 @@ class SessionEnds:
                 session.ended = False
                 session.account.open.add(session.name)
                 return
-            if session.group is None:  # it has expired meanwhile
+            if session.group is None:  # the session has expired meanwhile
                 return self._table.end_for_good(session)
             await self._finish(session, UserReward(score, session.sample.reward_parts, None, ""))
 

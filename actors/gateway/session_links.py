@@ -66,7 +66,7 @@ class SessionLinks:
 
     async def store(self, session: UserSession, request: Message, answer: type[M]) -> M:
         """Have the trainer store calls or a sample. Raises ApiError if the trainer refuses. This gateway then forgets
-        the session, which continues from the stored calls, here or at another gateway, when a client asks for it."""
+        the session; a later request continues from the stored calls, here or at another gateway."""
         try:
             return await self._sampling.ask_trainer(request, answer)
         except FencedError:

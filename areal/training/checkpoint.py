@@ -97,8 +97,6 @@ class TrainingState:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self._engine.basic_optimizer.param_groups for tensor in group["params"]]
 
-    # --- what this rank holds
-
     def _share(self) -> Iterator[Fragment]:
         """Yield the parts of this rank's parameters that the rank saves."""
         for name, parameter in self._parameters.items():
@@ -126,8 +124,6 @@ class TrainingState:
             held, _ = self._engine.optimizer._get_fp32_opt_state_partition(parameter, False, key)
             return held.detach()[: part.size]
         return parameter._hp_mapping.get_hp_fragment(key).detach()
-
-    # --- saving
 
     def copy(self, run: str = "") -> Share:
         """Copy this rank's share of the state to host memory: 12 bytes per parameter, divided by the number of ranks
@@ -161,8 +157,6 @@ class TrainingState:
     def _shapes(self) -> dict[str, list[int]]:
         shapes = [self._division.shapes(name, parameter) for name, parameter in self._parameters.items()]
         return {name: shape for of_parameter in shapes for name, shape in of_parameter.items()}
-
-    # --- loading
 
     def load(self, model: Path, run: str = "") -> None:
         """Restore the state from the model folder `model` (all ranks).
@@ -233,7 +227,7 @@ class TrainingState:
 
 
 class _StoredState:
-    """The training state in the model folder `model`, with all files open. shapes: of the run's parameters. run: the
+    """The training state in the model folder `model`, all files open. shapes: the parameters', in this run. run: the
     identity that the state has to have, or "". Raises UserError."""
 
     def __init__(self, model: Path, shapes: Mapping[str, list[int]], run: str) -> None:

@@ -1,9 +1,12 @@
-"""How often the sentences of pages point ("those", "what", "it") instead of naming. Code, links and rules of tables are
-left out."""
+"""How often the sentences of pages, docstrings and comments point ("those", "what", "it") instead of naming. Code,
+links and rules of tables are left out."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 
 HARD = frozenset(re.findall(r"\w+", "those what one ones others whose"))
@@ -40,3 +43,14 @@ def measure(pages: Iterable[str]) -> tuple[float, float, float]:
         1000 * sum(word in kind for words in every_sentence for word in words) / count for kind in (REFERENCES, HARD)
     )
     return references, hard, sum(words[0] in BEGINNINGS for words in every_sentence) / len(every_sentence)
+
+
+def texts_of_code(source: str) -> Iterator[str]:
+    """The docstrings and comments of a Python file, without directives to tools (`# noqa`)."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"#\s*(noqa|type:|fmt|!)", token.string):
+            yield token.string.lstrip("# ")

@@ -37,7 +37,7 @@ class Environment(Protocol):
 
 
 class ColumnAddition:
-    """The quickstart's addition (areal.data.addition), one column per turn: the policy has to remember the carry.
+    """The quickstart's addition (areal.data.addition), a column per turn: the policy has to remember the carry.
 
     In a turn the policy sees `label, digit, digit, =` and writes `label, digit, digit, carry, sum`. A correct answer
     gives the reward 1 / columns and the next column; a wrong answer ends the sample.

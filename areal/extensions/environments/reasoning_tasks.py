@@ -1,6 +1,6 @@
 """Makes and scores the tasks of the reasoning_gym library. No other module uses the library.
 
-Importing the library takes seconds, so this module imports it only when a task is used.
+Importing the library takes seconds: the first use of a task imports it.
 
 Five of its tasks iterate over sets of strings (polynomial_multiplication, isomorphic_strings, ransom_note, word_ladder,
 knight_swap). Two processes make the same entries for these tasks only with the same PYTHONHASHSEED. Scoring does not
@@ -29,7 +29,7 @@ from areal.rewards.result import RewardError
 # Entries in a data set of the library: its default, which every task supports.
 CHUNK = 500
 
-# Tasks whose scorers call eval() on the model's output, where only a literal is expected.
+# Tasks with scorers that call eval() on the output of the model, where only a literal is expected.
 EVALUATING = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 
 # Errors that some scorers raise for an answer of the wrong form instead of a score.

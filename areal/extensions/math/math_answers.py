@@ -1,8 +1,8 @@
 """The `math` reward: 1.0 if the final answer of a completion equals an answer of the row, else 0.0.
 
 `final_answer.py` finds the answer in the completion, and math-verify compares the two answers. Each question to
-math-verify about a completion is asked in a child process with limits (`areal/base/limits.py`): no completion can hang
-or end this process. Plain numbers are compared without math-verify.
+math-verify about a completion is asked in a child process with limits (`limits.py`): no completion can hang or end this
+process. Plain numbers are compared without math-verify.
 """
 
 import importlib
@@ -13,11 +13,11 @@ from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from areal.base.limits import all_limited, limited
 from areal.data.rows import Row, flawed
 from areal.extensions.math import answer_forms, final_answer
 from areal.extensions.math.answer_forms import rounded, tidy
 from areal.extensions.math.final_answer import MARK
+from areal.extensions.math.limits import all_limited, limited
 from areal.rewards.result import RewardError
 
 # Decimal places of a difference in math-verify beyond the row's smallest number's. By default 15: 1e-16 is 0.

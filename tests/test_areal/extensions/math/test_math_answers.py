@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from areal.base import limits
-from areal.extensions.math import final_answer, math_answers
+from areal.extensions.math import final_answer, limits, math_answers
 from areal.rewards.lookup import resolve
 from areal.rewards.result import RewardError
 
