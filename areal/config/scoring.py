@@ -56,7 +56,7 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Limits of a model's program and of everything that the program starts. docs/sandbox.md says what they protect.
+    """Limits of a model's program and of everything that the program starts. docs/sandbox.md has the reasons.
 
     Programs run on this machine, or on the SandboxFusion server at `url`."""
 

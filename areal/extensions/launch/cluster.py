@@ -28,7 +28,7 @@ class ClusterConfig(Section):
 
     nodes: dict[str, NodesConfig] = Field(min_length=1)
     """nodes by the name of their kind, such as {gpu: {count: 2, devices: 8}}. The first node has the master"""
-    device: Literal["gpu", "cpu"] = Field("gpu", description="what the engines and the trainer compute on")
+    device: Literal["gpu", "cpu"] = Field("gpu", description="the device of the engines and the trainer")
     queue: str | None = None
     """Slurm's partition, or Kueue's local queue; null: the default partition, or no queue"""
     time: int | str | None = None
