@@ -87,9 +87,7 @@ def compare(name: str, folders: Sequence[Path], console: Console) -> None:
     console.print(_table(table, rows, runs))
     left_out = [run for run in runs if not any(row.has(run) for row in rows)]
     for run in left_out:
-        console.print(
-            f"{run.folder} is in no row: it has the model {run.configuration.model}{_keys(rows, run)}.", highlight=False
-        )
+        console.print(f"{run.folder} is in no row: it has the model {run.model}{_keys(rows, run)}.", highlight=False)
     if len(left_out) < len(runs):
         _print_differences(table, published["parameters"], rows, runs, console)
 
@@ -105,7 +103,7 @@ class TableRow:
         self.model = _model_name(self.config.model)
 
     def has(self, run: RunMeasures) -> bool:
-        return run.configuration.model == self.model and self.fits(run.configuration.load())
+        return run.model == self.model and self.fits(run.config)
 
     def fits(self, config: Config) -> bool:
         """Whether a configuration has the keys of this row."""
@@ -128,7 +126,7 @@ def _model_name(model: str) -> str:
 
 
 def _keys(rows: Sequence[TableRow], run: RunMeasures) -> str:
-    settings = run.configuration.load().model_dump(mode="json")
+    settings = run.config.model_dump(mode="json")
     return "".join(f", {key}={_shown(value_of(settings, key))}" for key in _key_names(rows))
 
 
@@ -229,7 +227,7 @@ def _print_differences(
 def _size(parameters: float, run: RunMeasures) -> list[tuple[str, str, str]]:
     """The number of parameters, if it is not that of the paper's model of this name."""
     try:
-        count = count_parameters(run.configuration.load().model)
+        count = count_parameters(run.config.model)
     except UserError:  # its folder is gone
         return [("parameters of the model", f"{parameters:.2e}", "unknown")]
     if abs(count / parameters - 1) < SIZE_TOLERANCE:
@@ -239,7 +237,7 @@ def _size(parameters: float, run: RunMeasures) -> list[tuple[str, str, str]]:
 
 def _apart(row: TableRow, run: RunMeasures) -> list[tuple[str, Any, Any]]:
     """The settings in which a run differs from its row: key, the row's value, the run's value."""
-    settings = [row.config.model_dump(mode="json"), run.configuration.load().model_dump(mode="json")]
+    settings = [row.config.model_dump(mode="json"), run.config.model_dump(mode="json")]
     keys = differing_settings(settings, OTHERWISE)
     return [(key, value_of(settings[0], key), value_of(settings[1], key)) for key in keys]
 

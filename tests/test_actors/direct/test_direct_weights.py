@@ -466,7 +466,7 @@ async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_
 
 
 async def test_without_interruption_a_transfer_that_fails_leaves_the_engine_stopped(cluster, monkeypatch):
-    monkeypatch.setattr(cluster.engine, "_config", CONFIG.model_copy(update={"interrupt": False}))
+    monkeypatch.setattr(cluster.engine.weights, "_config", CONFIG.model_copy(update={"interrupt": False}))
     policy = await cluster.publish()
 
     async def calls():

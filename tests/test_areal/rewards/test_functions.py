@@ -152,7 +152,7 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(user_modul
     (about / "entry_points.txt").write_text("[areal.extensions]\nreward.brief = own_reward_module:short\n")
     monkeypatch.setattr(extensions, "installed_entries", extensions.installed_entries.__wrapped__)
     assert resolve("brief").function("", "abc", {}) == 0.25
-    with pytest.raises(UserError, match="name one of math, .*, brief, or your own"):
+    with pytest.raises(UserError, match="name one of exact_match, .*, brief, or your own"):
         resolve("breif")
 
 
@@ -196,7 +196,7 @@ def test_a_start_knows_which_of_its_rewards_score_groups(user_module):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("maths", {}, "there is no reward 'maths': name one of math, exact_match, addition, .*code"),
+        ("maths", {}, "there is no reward 'maths': name one of exact_match, addition, .*math, .*code"),
         ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
         ("own_reward_module:value", {}, "is of type int: name a function, or a class"),
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),

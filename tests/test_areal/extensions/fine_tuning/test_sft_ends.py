@@ -100,7 +100,7 @@ def test_completions_that_spell_special_tokens_are_reported(tmp_path):
 )
 def test_a_completion_of_several_messages_or_of_calls_is_not_trained_as_its_json(tmp_path, completion):
     folder = folder_of(tmp_path, TURNS.replace("END", "<end>").replace("AFTER", ""))
-    with pytest.raises(UserError, match="neither text nor one message of the assistant"):
+    with pytest.raises(UserError, match="neither text nor a single message of the assistant"):
         trained(folder, CHAT, completion)
 
 
