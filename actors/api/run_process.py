@@ -74,17 +74,17 @@ class RunProcess:
         while not condition():
             self._show_live(status)
             time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
-            self.print_console()
-        self.print_console()
+            self._print_console()
+        self._print_console()
 
     def pause_while_it_runs(self) -> None:
         """Sleep for a moment. Raises UserError or RunFailed if the process of the run has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise (UserError if code == 2 else RunFailed)(self.reason)
         time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
-        self.print_console()
+        self._print_console()
 
-    def print_console(self) -> None:
+    def _print_console(self) -> None:
         if self._show:
             with (self._folder / CONSOLE).open("rb") as console:
                 console.seek(self._shown)

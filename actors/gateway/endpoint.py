@@ -18,7 +18,7 @@ import secrets
 import ssl
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -27,7 +27,8 @@ from pydantic import BaseModel, Field
 
 from actors.gateway.completions import CompletionRequest, TextCompletion, completions_body
 from actors.gateway.keys import KeyAccount, Right, UserKeys
-from actors.gateway.served_policy import ServedPolicy
+from actors.gateway.open_sessions import OpenSessions
+from actors.gateway.session_table import NO_SESSION
 from actors.gateway.user_sessions import UNAVAILABLE, SessionCall, UserReward, UserSession
 from actors.sampling.jobs import SampleFailed
 from areal.base.errors import explain
@@ -39,8 +40,6 @@ from protocols.bus_errors import BusError
 
 log = structlog.get_logger()
 SESSION_ID = re.compile(r"(?!-$)[\w.@+-]{1,100}")
-NO_SESSION = "-"
-"""The id of calls without a session id, which no client can choose: calls of a key share a session until it is idle."""
 # Limits of a reward: number of parts, size of a part, and length of a name.
 MAX_PARTS, LARGEST_PART, LONGEST_NAME = 64, 1e6, 100
 ONLY_UNTRAINED = (
@@ -74,35 +73,6 @@ class SessionReward(BaseModel):
         return UserReward(value, parts, self.call, self.id)
 
 
-class SessionStates(Protocol):
-    """The interface of the table of sessions (actors.gateway.session_table.SessionTable). Raises ApiError."""
-
-    async def state(self, name: str) -> dict[str, Any]: ...
-
-
-class EndsSessions(Protocol):
-    """The interface of the ends of sessions (actors.gateway.session_ends.SessionEnds). All methods raise ApiError."""
-
-    async def reward(self, name: str, reward: UserReward) -> dict[str, Any]: ...
-    async def end(self, name: str) -> dict[str, Any]: ...
-
-
-class ServesSessions(Protocol):
-    """The interface of a gateway's sessions (actors.gateway.open_sessions.OpenSessions). All methods raise ApiError."""
-
-    @property
-    def policy(self) -> ServedPolicy: ...
-    @property
-    def table(self) -> SessionStates: ...
-    @property
-    def ends(self) -> EndsSessions: ...
-    def check_call(self, name: str, mark: str) -> None: ...
-    async def open_session(self, name: str, train: bool) -> UserSession: ...
-    async def give_back(self, session: UserSession) -> None: ...
-    def untrained(self, key: str, request: SamplingFields) -> UserSession: ...
-    async def delete(self, name: str) -> dict[str, Any]: ...
-
-
 class GatewayEndpoint(OpenAIEndpoint):
     """See the module."""
 
@@ -112,7 +82,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         settings: GatewayConfig,
         port: int,
         keys: UserKeys,
-        sessions: ServesSessions,
+        sessions: OpenSessions,
         on_refusal: Callable[[str], None],
         most_characters: int,
     ) -> None:

@@ -9,11 +9,10 @@ import secrets
 from collections import deque
 from typing import Any
 
-from actors.gateway.endpoint import NO_SESSION
 from actors.gateway.keys import UserKeys
 from actors.gateway.served_policy import ServedPolicy
 from actors.gateway.session_ends import SessionEnds
-from actors.gateway.session_table import GONE, SessionTable, check_holder, elsewhere
+from actors.gateway.session_table import GONE, NO_SESSION, SessionTable, check_holder, elsewhere
 from actors.gateway.user_sessions import UserSession
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling

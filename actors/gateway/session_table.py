@@ -6,7 +6,6 @@ from typing import Any
 
 import structlog
 
-from actors.gateway.endpoint import NO_SESSION
 from actors.gateway.keys import UserKeys
 from actors.gateway.session_links import SessionLinks
 from actors.gateway.user_sessions import UserSession
@@ -17,6 +16,8 @@ from areal.extensions.agents.openai_api import ApiError
 from protocols.messages import AskCalls, AskSamples, LostLeases, RenewLeases, StoredCalls, StoredSamples
 from protocols.session_messages import AdoptSessions, SessionAnswer, SessionGroup, Sessions
 
+NO_SESSION = "-"
+"""The id of calls without a session id, which no client can choose: calls of a key share a session until it is idle."""
 # Sessions that a gateway adopts at a time.
 ADOPTED = 64
 # The states of a session that has its reward.

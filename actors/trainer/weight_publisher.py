@@ -61,13 +61,13 @@ class WeightPublisher:
         """Copy the weights of a version, and begin to commit and publish them. metrics: called after the copy.
         on_commit: called once the master has committed the step."""
         await self.wait()
-        await self._snapshot(self.policy(version))
-        self.last = self._member.spawn(self._publish(self.policy(version), metrics(), on_commit), "publish")
+        await self._snapshot(self._policy(version))
+        self.last = self._member.spawn(self._publish(self._policy(version), metrics(), on_commit), "publish")
 
     async def publish_again(self, version: int, redone: int) -> None:
         """Publish the version of a restored trainer under its new lineage, and remove the weights of older lineages.
         redone: number of steps that were trained again."""
-        policy, replaced = self.policy(version), self._member.directory.policy
+        policy, replaced = self._policy(version), self._member.directory.policy
         if version:
             await self._snapshot(policy)
             policy = await self._write(policy)
@@ -83,7 +83,7 @@ class WeightPublisher:
             with self._timed("publish_wait"):
                 await self.last
 
-    def policy(self, version: int) -> Policy:
+    def _policy(self, version: int) -> Policy:
         """The policy of a version, with the folder for its weights."""
         folder = self._folder(version, self._lineage) if version else self._config.model
         return Policy(lineage=self._lineage, version=version, folder=str(folder))
