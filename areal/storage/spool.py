@@ -85,18 +85,18 @@ class SpoolDamage(SpoolError, UserError):
 class SpoolFile:
     """The SQLite file of a spool. Any thread may call the methods. A change is on disk when its method returns.
 
-    connection: usable from several threads; missing tables are created. lock: a descriptor that `close` closes. `lock`:
-    a caller that holds the lock keeps other threads out. All methods raise SpoolError if the disk fails.
+    connection: usable from several threads; missing tables are created. file_lock: a descriptor that `close` closes.
+    `lock`: a caller that holds the lock keeps other threads out. All methods raise SpoolError if the disk fails.
     """
 
-    def __init__(self, connection: sqlite3.Connection, lock: int | None) -> None:
+    def __init__(self, connection: sqlite3.Connection, file_lock: int | None) -> None:
         prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
         connection.execute("PRAGMA secure_delete = ON")
         self.connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self.path = Path(file)
         self.lock = threading.RLock()
-        self._file_lock = lock
+        self._file_lock = file_lock
         self._waiting: dict[object, Changes] = {}  # changes of waiting threads
 
     def store(self, changes: Changes) -> None:
@@ -191,8 +191,8 @@ class SpooledCalls:
 class Spool:
     """See the module. Every method may be called from any thread. Changes are on disk when the method returns.
 
-    connection, lock: as of SpoolFile. `unfinished`: the calls of unfinished samples. All methods raise SpoolError if
-    the disk fails.
+    connection, lock: `connection` and `file_lock` of SpoolFile. `unfinished`: the calls of unfinished samples. All
+    methods raise SpoolError if the disk fails.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """The model under training on one rank, and the start of DeepSpeed around the model.
 
-Only this module, `checkpoint` and extensions use DeepSpeed's API.
+Only this module, `checkpoint`, `areal.cpu` and extensions import DeepSpeed.
 """
 
 import atexit
