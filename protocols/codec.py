@@ -15,19 +15,9 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols import (
-    evaluation_messages,
-    membership_messages,
-    messages,
-    picture_messages,
-    scorer_messages,
-    session_messages,
-    training_messages,
-    weight_messages,
-)
 from protocols.bus_errors import MalformedError, ProtocolVersionError
-from protocols.messages import KINDS, Message, Part
-from protocols.version import difference, program, version_of
+from protocols.messages import KINDS, Message
+from protocols.version import MODELS, difference, program, version_of
 
 MAX_HEADER_BYTES = 4096
 MAX_TOKEN_BYTES = 64
@@ -67,20 +57,8 @@ class Header(NamedTuple):
     token: bytes = b""
 
 
-SUBJECTS = (
-    messages,
-    membership_messages,
-    training_messages,
-    picture_messages,
-    scorer_messages,
-    evaluation_messages,
-    session_messages,
-    weight_messages,
-)
-"""All modules with messages."""
-_CLASSES = dict.fromkeys(kind for module in SUBJECTS for kind in vars(module).values() if isinstance(kind, type))
-MODELS = [kind for kind in _CLASSES if issubclass(kind, Part)]
-PROTOCOL_VERSION = version_of(MODELS, Header._fields)  # every header has the version, as `v`
+# Every header has the version, as `v`.
+PROTOCOL_VERSION = version_of(MODELS, Header._fields)
 
 
 def encode(header: Header, message: Message) -> list[Frame]:

@@ -1,4 +1,4 @@
-"""The messages about the members of a run: joining, heartbeats, the directory, the master's events, and the status.
+"""The messages about the members of a run: joining, heartbeats, the directory, the master's events; status; rewards.
 
 | from | to | request | answer |
 |---|---|---|---|
@@ -8,6 +8,7 @@
 | any | master | AskSnapshot | Snapshot |
 | any | master | AskConfig | Configuration |
 | rollout_manager, evaluator, gateway | master | ConnectionLost | Done |
+| any | master | AddReward | Done |
 | monitor | master | AskStatus | Status |
 
 The master publishes PolicyPublished, MembersChanged and Shutdown.
@@ -204,6 +205,14 @@ class Configuration(Message):
 
     values: dict[str, Any]
     model: dict[str, str]
+
+
+class AddReward(Message):
+    """From the next new prompt on, the reward `name` counts with `weight`, whether the reward is new or not. Rows with
+    rewards of their own are not affected."""
+
+    name: Name
+    weight: Number
 
 
 class AskStatus(Message):

@@ -1,28 +1,20 @@
 """The base of all messages, the messages of the transport itself, and the messages on the way of a sample from its
 permit to the step that trains it, as frozen pydantic models.
 
-The other messages lie in a module for each subject: `membership_messages`, `training_messages`, `picture_messages`,
-`scorer_messages`, `evaluation_messages`, `session_messages`, `weight_messages`.
+The other messages lie in a module for each subject: `attempt_messages`, `membership_messages`, `training_messages`,
+`picture_messages`, `scorer_messages`, `evaluation_messages`, `session_messages`, `weight_messages`.
 
 | from | to | request | answer |
 |---|---|---|---|
 | rollout_manager | master | AskPermits | Permits |
-| any | master | AddReward | Done |
-| rollout_manager, gateway | master | RenewLeases | LostLeases |
 | rollout_manager, gateway | master | GroupStarted | Done |
-| rollout_manager | master | GroupFailed | Done |
-| rollout_manager, evaluator, gateway | master | ScoringFailed | Done |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager, evaluator, gateway | generator | Generate | Done |
 | rollout_manager, evaluator, gateway | reward, scorer | Score | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
-| rollout_manager, gateway | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
-| rollout_manager, gateway | trainer | StoreCalls | Done |
-| rollout_manager, gateway | trainer | AskCalls | StoredCalls |
 | trainer | master | GroupReady | GroupAccepted |
-| trainer | master | AskReuse | ReuseAnswer |
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
 
@@ -44,7 +36,6 @@ Name = Annotated[str, Field(max_length=256)]
 Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
 # Sums of as many counts as a message holds stay within 64 bits.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
-Index = Annotated[int, Field(ge=0, le=1 << 53)]
 # Prompts of sessions have negative indexes.
 PromptIndex = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]
 # Bounded, so that sums over very many numbers, and the squares of such sums, stay finite.
@@ -140,14 +131,6 @@ class Permit(Part):
     rewards: Annotated[dict[Name, Number], Field(max_length=MAX_SERVED)] = {}
 
 
-class AddReward(Message):
-    """From the next new prompt on, the reward `name` counts with `weight`, whether the reward is new or not. Rows with
-    rewards of their own are not affected."""
-
-    name: Name
-    weight: Number
-
-
 class AskPermits(Message):
     """Answered once a permit is free, or without permits when the remaining time is nearly over."""
 
@@ -158,40 +141,9 @@ class Permits(Message):
     permits: Several[Permit]
 
 
-class RenewLeases(Message):
-    groups: Several[Name]
-
-
-class LostLeases(Message):
-    """Groups whose leases the asker no longer holds and therefore aborts."""
-
-    groups: Several[Name]
-
-
 class GroupStarted(Message):
     group: Name
     start_version: int
-
-
-Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
-"""The cause of a group's failure: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt refused by
-the generator, a reward, a scorer, the sandbox, the workflow's own code, or a refusal by the trainer."""
-
-
-class GroupFailed(Message):
-    """`discarded`: number of tokens sampled for the group."""
-
-    group: Name
-    cause: Cause
-    reason: Annotated[str, Field(max_length=4096)]
-    discarded: Count = 0
-
-
-class ScoringFailed(Message):
-    """A sample of the sender failed or was refused: the first of its cause, or before any success."""
-
-    cause: Cause
-    reason: Annotated[str, Field(max_length=4096)]
 
 
 class OpenFlow(Message):
@@ -375,48 +327,6 @@ class StoreSamples(Message):
     samples: Annotated[Several[ScoredSample], Field(min_length=1)]
 
 
-class AskSamples(Message):
-    """A request for the places of stored samples of earlier attempts. The trainer moves the samples into `group`, which
-    is resumed. `all_or_none`: only a whole attempt is of use, since scores within an attempt depend on each other."""
-
-    group: Name
-    prompt_index: PromptIndex
-    all_or_none: bool = False
-
-
-class StoredSamples(Message):
-    """`places`: of complete samples. `unfinished`: of samples with stored calls. `start_version`: oldest of both."""
-
-    places: Several[int]
-    unfinished: Several[int] = ()
-    start_version: int | None
-
-
-class StoreCalls(Message):
-    """The calls so far of an unfinished sample, for the spool. The answer says that the calls are on disk. `frame`: see
-    areal.storage.saved_calls.packed. `number`: a frame replaces frames with a lower number. Further fields: see
-    StoreSamples."""
-
-    group: Name
-    prompt_index: PromptIndex
-    place: SampleIndex
-    frame: Bytes
-    number: Count = 0
-
-
-class AskCalls(Message):
-    """A request for the stored calls of a sample."""
-
-    group: Name
-    place: SampleIndex
-
-
-class StoredCalls(Message):
-    """The frame of StoreCalls; empty if nothing is stored."""
-
-    frame: Bytes
-
-
 class GroupReady(Message):
     """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: mean and standard deviation of the
     samples' rewards. `signal`: the rewards of samples or tokens differ. `tokens`: number of sampled tokens in the
@@ -439,19 +349,6 @@ class GroupAccepted(Message):
     """`accepted` is false for a group that is no longer alive or is filtered; the trainer drops its payload."""
 
     accepted: bool
-
-
-class AskReuse(Message):
-    """A request: which samples of earlier attempts may be in the group? `versions`: the oldest version of each."""
-
-    group: Name
-    versions: Several[Index]
-
-
-class ReuseAnswer(Message):
-    """The oldest version that a sample of the group may have; None: no earlier attempt counts."""
-
-    oldest: int | None
 
 
 class AskBatch(Message):

@@ -14,17 +14,24 @@ reason, after which the peer's libzmq never connects again, not even after a rot
 """
 
 import asyncio
-import functools
-import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from protocols.codec import MAX_FRAME_BYTES, Frame
-from protocols.security import ANSWERS, HANDSHAKE_MS, KeyGeneration, Keys, Refusals, keep_door
+from protocols.security import (
+    ANSWERS,
+    HANDSHAKE_MS,
+    HANDSHAKES_FAILED,
+    Approach,
+    Handshakes,
+    Keys,
+    Refusals,
+    Watch,
+    keep_door,
+)
 
 # After this many messages the reader lets other tasks run, because a flood would block the event loop.
 DRAIN = 256
@@ -38,14 +45,6 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 MAX_SOCKETS = 16_384
 # Subscribers only subscribe, and handshakes take a few hundred bytes.
 MAX_SUBSCRIPTION_BYTES = 1024
-# Time between two attempts to connect to an address with different keys.
-OTHER_KEYS_SECONDS = 0.2
-
-# The reasons of failed handshakes. `keep_door` reports unknown keys.
-HANDSHAKES_FAILED = {
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "handshake aborted or too slow",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "wrong handshake protocol",
-}
 
 Receive = Callable[[list[Frame]], None]
 OnCrash = Callable[[BaseException], None]
@@ -192,106 +191,6 @@ class ZmqNetwork:
             self._doorkeeping = Watch(
                 door, lambda frames: door.send_multipart(keep_door(frames, self._keys, self._refusals))
             )
-
-
-class Watch:
-    """Calls `handle` with each message of a socket inside this process, until closed."""
-
-    def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], object]) -> None:
-        self._socket = socket
-        self._handle = handle
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(socket.fileno(), self._read)
-        self._loop.call_soon(self._read)  # libzmq announces nothing until a read has found the socket empty
-
-    def close(self) -> None:
-        """Close the socket; does nothing on a closed socket."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-
-    def _read(self) -> None:
-        # Read until the socket is empty: libzmq does not announce messages that arrive meanwhile.
-        while not self._socket.closed:
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._handle(frames)
-
-
-class Handshakes(Watch):
-    """Calls `tell` with the handshake events of `socket` that are in `events`."""
-
-    def __init__(
-        self, socket: zmq.Socket[bytes], events: Iterable[zmq.Event], tell: Callable[[zmq.Event], None]
-    ) -> None:
-        self._watched = socket
-        address = f"inproc://handshakes-{socket.fileno()}"
-        socket.monitor(address, functools.reduce(operator.or_, events))
-        monitor = socket.context.socket(zmq.PAIR)
-        monitor.linger = 0
-        monitor.set_hwm(0)  # no limit: libzmq would block if the queue were full
-        monitor.connect(address)
-        super().__init__(monitor, lambda frames: tell(cast(zmq.Event, parse_monitor_message(frames)["event"])))
-
-    def close(self) -> None:
-        if not self._watched.closed:
-            self._watched.disable_monitor()
-        super().close()
-
-
-class Approach(Handshakes):
-    """Connects a socket with each generation of the keys in turn, until the other end accepts a generation."""
-
-    def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys, on_lost: OnLost) -> None:
-        # CLOSED is the event of a socket that could not be connected.
-        events = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED
-        super().__init__(socket, [*HANDSHAKES_FAILED, *events], self._ended)
-        self._address = address
-        self._keys = keys
-        self._on_lost = on_lost
-        self._connected = self._close_expected = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._connect(keys.generations[0])
-
-    def close(self) -> None:
-        self._wait()
-        super().close()
-
-    def _ended(self, event: zmq.Event) -> None:
-        if event == zmq.Event.CLOSED:
-            # The first CLOSED after a disconnect() may be of the attempt before; a refused connection is tried again.
-            if not self._close_expected:
-                self._on_lost()
-            self._close_expected = False
-        elif event == zmq.Event.DISCONNECTED:
-            if self._connected:  # else a handshake failed, and other keys are tried
-                self._on_lost()
-            self._connected = False
-        elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self._connected = True
-            self._wait()
-        elif self._timer is None:
-            self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
-
-    def _wait(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-
-    def _try_next(self) -> None:
-        self._timer = None
-        self._watched.disconnect(self._address)
-        self._close_expected = True
-        generations = self._keys.generations  # the file may have changed; if `_tried` was retired, the newest is next
-        place = generations.index(self._tried) + 1 if self._tried in generations else 0
-        self._connect(generations[place % len(generations)])
-
-    def _connect(self, generation: KeyGeneration) -> None:
-        self._tried = generation
-        self._keys.connect(self._watched, generation)
-        self._watched.connect(self._address)
 
 
 class ZmqLink:

@@ -1,4 +1,4 @@
-"""The bus on top of any `Network`: requests, and streams with credit. `protocols.pubsub` has the events.
+"""Requests, and streams with credit, on top of any `Network`. `protocols.bus` has the bus of an actor, and events.
 
 A `RequestServer` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one
 link cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again
@@ -16,14 +16,13 @@ import asyncio
 import contextlib
 import itertools
 import math
-import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import AsyncGeneratorType
-from typing import Generic, NamedTuple, Self, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from protocols.bus_errors import (
     BusError,
@@ -48,7 +47,6 @@ from protocols.codec import (
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
 from protocols.network import Full, Network, OnCrash, Unreachable
-from protocols.pubsub import EventLink, Publisher, Subscriber
 
 RESEND_SECONDS = 3.0
 # Pause before an actor that failed to answer, or cannot answer yet, is asked anew.
@@ -483,78 +481,6 @@ class _Inbox:
             self._woken.set_result(None)
 
 
-class Bus:
-    """The connection of one actor to all other actors: server, links, events. `close`, or the end of an `async with`,
-    closes `network` too.
-
-    secret: the source of the tokens; random by default.
-    """
-
-    def __init__(self, identity: str, network: Network, secret: bytes = b"") -> None:
-        self.identity = Identity(identity)
-        self.server: RequestServer | None = None
-        self.network = network
-        self._secret = secret or secrets.token_bytes(32)
-        self._ids = itertools.count()
-        self._peers: dict[str, Peer] = {}
-        self._event_links: list[EventLink] = []
-        self._closing: dict[asyncio.Task[None], None] = {}
-        self._on_crash: OnCrash = _tell_loop
-
-    def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
-        """Open the server; returns the bound address. `on_crash` also gets the exceptions of event handlers.
-
-        Raises OSError (address in use).
-        """
-        self._on_crash = on_crash
-        self.server = RequestServer(self.network, address, self.identity, handle, on_crash)
-        return self.server.address
-
-    def peer(self, address: str) -> Peer:
-        """The link to the server at `address`, made on first use."""
-        if address not in self._peers:
-            token = token_for(address, self._secret)
-            self._peers[address] = Peer(self.network, self.identity, self._ids, address, self._on_crash, token)
-        return self._peers[address]
-
-    def forget(self, address: str) -> None:
-        """Close the link to a server that has left. Requests waiting on the link fail."""
-        if peer := self._peers.pop(address, None):
-            closing = asyncio.create_task(peer.close(), name=f"forget {address}")
-            self._closing[closing] = None
-            closing.add_done_callback(self._closing.pop)
-
-    def publisher(self, address: str, first: int = 0) -> Publisher:
-        """A publisher whose first event has the number `first + 1`. `address` of the publisher is the real address.
-
-        Raises OSError (address in use).
-        """
-        publisher = Publisher(self.network, address, self.identity.name, first, self._on_crash)
-        self._event_links.append(publisher)
-        return publisher
-
-    def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
-        """Call `on_event(sequence, event)` for every event published at `address`, until the subscriber is closed."""
-        self._event_links = [end for end in self._event_links if not end.closed]
-        subscriber = Subscriber(self.network, address, on_event, self._on_crash)
-        self._event_links.append(subscriber)
-        return subscriber
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel open requests at the server, fail waiting requests to peers, and close the network."""
-        parts: list[EventLink | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
-        for part in [*parts, self.server] if self.server else parts:
-            await part.close()
-        await asyncio.gather(*self._closing)
-        self.network.close()
-
-
 async def ask_until(
     ask: Callable[[], Awaitable[T]],
     again: Callable[[BusError], bool] = lambda error: True,
@@ -577,10 +503,6 @@ async def ask_until(
 
 # The header of a failure that did not come from a peer.
 _NOT_SENT = Header(kind=Failure.kind, sender="")
-
-
-def _tell_loop(error: BaseException) -> None:
-    asyncio.get_running_loop().call_exception_handler({"message": "a link failed", "exception": error})
 
 
 def _size(frames: list[Frame]) -> int:

@@ -15,11 +15,40 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from protocols import (
+    attempt_messages,
+    evaluation_messages,
+    membership_messages,
+    messages,
+    picture_messages,
+    scorer_messages,
+    session_messages,
+    training_messages,
+    weight_messages,
+)
+from protocols.messages import Part
+
 VERSION_BYTES = 4
 # No field says how values become frames (protocols.codec): raise this number with a change there.
 ENCODING = 1
 PROGRAM = "areal-as-actors"
 VERSION = r"\d[\w.+-]{0,63}"
+
+SUBJECTS = (
+    messages,
+    attempt_messages,
+    membership_messages,
+    training_messages,
+    picture_messages,
+    scorer_messages,
+    evaluation_messages,
+    session_messages,
+    weight_messages,
+)
+"""All modules with messages."""
+_CLASSES = dict.fromkeys(kind for module in SUBJECTS for kind in vars(module).values() if isinstance(kind, type))
+MODELS = [kind for kind in _CLASSES if issubclass(kind, Part)]
+"""All messages and parts of messages."""
 
 
 def version_of(models: Iterable[type[BaseModel]], header: Sequence[str]) -> int:

@@ -31,8 +31,7 @@ from areal.storage.record import Record
 from areal.storage.records import new_steps
 from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
 from areal.workflows.builtin import bound_workflow
-from protocols.membership_messages import AskStatus
-from protocols.messages import AddReward
+from protocols.membership_messages import AddReward, AskStatus
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -32,10 +32,11 @@ from areal.generation.engine_weights import FINISH
 from areal.generation.offered_weights import WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
 from protocols.membership_messages import Policy
 from protocols.messages import Done, Message
-from protocols.transport import Bus, Request
+from protocols.transport import Request
 from protocols.weight_messages import SendWeights, TransferCall, TransferDone
 
 if TYPE_CHECKING:

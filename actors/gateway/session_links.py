@@ -10,8 +10,9 @@ from actors.gateway.user_sessions import UserSession
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Sampling
 from areal.extensions.agents.openai_api import ApiError
+from protocols.attempt_messages import StoreCalls
 from protocols.bus_errors import FencedError, RefusedError
-from protocols.messages import Done, GroupStarted, Message, StoreCalls
+from protocols.messages import Done, GroupStarted, Message
 from protocols.session_messages import AskSession, DiscardSession, SessionAnswer, SessionDiscarded, SessionGroup
 
 NOT_STORED = "the session could not be stored, so this answer or reward does not count: ask again"

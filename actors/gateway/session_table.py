@@ -13,7 +13,7 @@ from actors.runtime.membership import Membership
 from actors.sampling.jobs import SampleFailed
 from actors.sampling.sampling import Sampling
 from areal.extensions.agents.openai_api import ApiError
-from protocols.messages import AskCalls, AskSamples, LostLeases, RenewLeases, StoredCalls, StoredSamples
+from protocols.attempt_messages import AskCalls, AskSamples, LostLeases, RenewLeases, StoredCalls, StoredSamples
 from protocols.session_messages import AdoptSessions, SessionAnswer, SessionGroup, Sessions
 
 NO_SESSION = "-"

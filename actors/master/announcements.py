@@ -8,10 +8,10 @@ import structlog
 from actors.master.members import next_event
 from actors.runtime.actor import Notifier
 from areal.storage.journal import Journal
+from protocols.bus import Publisher
 from protocols.bus_errors import MalformedError
 from protocols.membership_messages import MembersChanged
 from protocols.messages import Message
-from protocols.pubsub import Publisher
 
 # Membership changes within this time are published as one event.
 GATHER_SECONDS = 0.05

@@ -21,13 +21,12 @@ from collections.abc import Awaitable, Sequence
 
 import structlog
 
-from actors.master import changes
-from actors.master.accounts import evaluation_record
+from actors.master.attempt_requests import AttemptRequests
 from actors.master.farewell import Farewell
+from actors.master.group_requests import GroupRequests
 from actors.master.hangs import Hangs
 from actors.master.membership_requests import MembershipRequests
-from actors.master.rollout_requests import RolloutRequests
-from actors.master.run_control import Records, RunControl
+from actors.master.run_control import Records, RunControl, repeat_records, take_over
 from actors.master.run_watch import RunWatch
 from actors.master.status_requests import StatusRequests
 from actors.master.training_requests import TrainingRequests
@@ -43,10 +42,11 @@ from areal.staleness.ledger_state import LedgerError
 from areal.storage.disk import DiskShortageError
 from areal.storage.journal import Journal
 from protocols.addresses import host_of
+from protocols.bus import Bus
 from protocols.bus_errors import ForgedError, PreparingError, RefusedError
 from protocols.membership_messages import AskStatus
 from protocols.messages import Message, Permits
-from protocols.transport import Bus, Request, fingerprint
+from protocols.transport import Request, fingerprint
 
 # Size of the range of a master's event numbers. A restarted master uses the next range.
 EVENTS_OF_ONE_MASTER = 1 << 32
@@ -80,7 +80,7 @@ class Master:
         self._membership = MembershipRequests(run, hangs, self._farewell, bus.network)
         self._watch = RunWatch(run, hangs, self._membership.remove)
         status = StatusRequests(run, self._watch.alerts)
-        own = self._membership, status, TrainingRequests(run), RolloutRequests(run)
+        own = self._membership, status, GroupRequests(run), AttemptRequests(run), TrainingRequests(run)
         of_extensions = (requests(run) for requests in extensions.find_own("requests"))
         self._parts: Sequence[HandlesRequests] = [*own, *of_extensions]
 
@@ -99,11 +99,11 @@ class Master:
             for sign in stop_signals():
                 loop.add_signal_handler(sign, stop, sign.name)
         try:
-            self._take_over()
+            take_over(self._run)
             self._open()
             settle(CORES)
             async with asyncio.TaskGroup() as tasks:
-                works = {"records": self._repeat_records(), "watch": self._watch.repeat()}
+                works = {"records": repeat_records(self._run), "watch": self._watch.repeat()}
                 works["announce"] = self._run.announcements.repeat()
                 works["look for the dead"] = self._membership.look_for_the_dead()
                 helpers = [tasks.create_task(work, name=name) for name, work in works.items()]
@@ -118,30 +118,6 @@ class Master:
         finally:
             await self.bus.close()
             self.journal.close()
-
-    def _take_over(self) -> None:
-        """Continue from the state in the journal. Renew all leases, and count every member as heard from now."""
-        self.state.emit(changes.MasterStarted())
-        self.ledger.change_settings(self.state.settings)
-        self.ledger.leases.renew_all(self._run.now(), self.config.master.lease_seconds)
-        self._run.evaluations.hold_version_0()
-        if self.ledger.version not in self.journal.kept_versions():
-            self._run.keep_state()
-        if self.state.masters > 1:
-            self._run.meter.begin()
-            log.info(
-                "the master continues from its journal",
-                version=self.ledger.version,
-                alive=len(self.ledger.state.groups),
-                members=list(self.state.members),
-            )
-
-    async def _repeat_records(self) -> None:
-        """Write the records that the master before may not have written, before all other records."""
-        if self.state.last_step:
-            await self._run.record_step(self.state.last_step)
-        for evaluation in list(self.state.results.evaluations.values()):
-            await self._run.record("an evaluation", self.folder.append_evaluation, evaluation_record(evaluation))
 
     def _open(self) -> None:
         address = self.config.master.address

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from actors.master.accounts import StepMeter
+from actors.master import changes
+from actors.master.accounts import StepMeter, evaluation_record
 from actors.master.admission import Admission
 from actors.master.announcements import Announcements
 from actors.master.evaluations import Evaluations
@@ -163,3 +164,29 @@ class RunControl:
             self.evaluations.close()
             await self.journal.durable()
             self.finish(True, "the run reached its end")
+
+
+def take_over(run: RunControl) -> None:
+    """Continue from the state in the journal. Renew all leases, and count every member as heard from now."""
+    run.state.emit(changes.MasterStarted())
+    run.ledger.change_settings(run.state.settings)
+    run.ledger.leases.renew_all(run.now(), run.config.master.lease_seconds)
+    run.evaluations.hold_version_0()
+    if run.ledger.version not in run.journal.kept_versions():
+        run.keep_state()
+    if run.state.masters > 1:
+        run.meter.begin()
+        log.info(
+            "the master continues from its journal",
+            version=run.ledger.version,
+            alive=len(run.ledger.state.groups),
+            members=list(run.state.members),
+        )
+
+
+async def repeat_records(run: RunControl) -> None:
+    """Write the records that the master before may not have written, before all other records."""
+    if run.state.last_step:
+        await run.record_step(run.state.last_step)
+    for evaluation in list(run.state.results.evaluations.values()):
+        await run.record("an evaluation", run.folder.append_evaluation, evaluation_record(evaluation))

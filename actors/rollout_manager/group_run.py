@@ -1,27 +1,32 @@
-"""A group of a rollout manager: the samples run in parallel, and the trainer stores a sample soon after its score."""
+"""A group of a rollout manager: its row, its samples, which run in parallel, and their way to the trainer."""
 
 import asyncio
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import structlog
 
 from actors.rollout_manager.saved_groups import SavedGroups
-from actors.rollout_manager.training_rows import TrainingRows
 from actors.runtime.membership import Membership
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import SampleFailed
-from actors.sampling.sampling import Sampling
+from actors.sampling.sampling import Prompts, Sampling
+from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
+from areal.base.errors import ToolError, UserError, explain
 from areal.config import Config
 from areal.data.rows import Row
-from areal.samples.pictures import digests_in
+from areal.samples.pictures import digests_in, find
 from areal.samples.trajectory import Note, Trajectory, row_text
+from protocols.attempt_messages import GroupFailed
 from protocols.bus_errors import RefusedError, text_of
 from protocols.membership_messages import Member
-from protocols.messages import Done, GroupAccepted, GroupFailed, GroupStarted, Permit, ScoredSample, StoreSamples
+from protocols.messages import Done, GroupAccepted, GroupStarted, Permit, ScoredSample, StoreSamples
 from protocols.picture_messages import LackingPictures, OfferPictures, StorePictures
 
 S = TypeVar("S")
@@ -29,6 +34,10 @@ S = TypeVar("S")
 # How long a scored sample waits for more samples of its group, to be stored with them: with a request for each sample,
 # the threads beside the trainer's own took 0.18 s of CPU a step of the quickstart, now 0.07. A kill loses this time.
 STORE_AFTER_SECONDS = 2.0
+# The number of rows ahead of a new group for which images are pulled in advance.
+ROWS_AHEAD = 8
+
+log = structlog.get_logger()
 
 
 def samples_of_group(config: Config) -> int:
@@ -38,6 +47,34 @@ def samples_of_group(config: Config) -> int:
 
 def keeps_rollouts(config: Config) -> bool:
     return config.observe.rollouts != "none"
+
+
+class TrainingRows:
+    """The rows to train on, by their index in the data."""
+
+    def __init__(self, config: Config, source: Prompts, services: Services) -> None:
+        self._config, self._source, self._services = config, source, services
+
+    def read(self, index: int) -> Row:
+        """The row of the data at the index. Raises SampleFailed if the row cannot be used."""
+        try:
+            row = self._source.row(index)
+        except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
+            log.error("row failed", row=index, exc_info=error)
+            raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
+        if row.pictures:
+            with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
+                find("check")(self._config)
+        if too_long := self._services.too_long(row):
+            raise SampleFailed("long", too_long)
+        return row
+
+    def prepare_ahead(self, index: int) -> None:
+        """Have tools prepare for the next rows, for example pull images of containers."""
+        for tool in self._services.tools.expecting():
+            for later in range(index + 1, index + 1 + ROWS_AHEAD):
+                with contextlib.suppress(SampleFailed, ToolError):  # raised again once the row is used
+                    tool.expect(self.read(later))
 
 
 class _Scored(NamedTuple):

@@ -17,10 +17,9 @@ import asyncio
 
 import structlog
 
-from actors.rollout_manager.group_run import GroupRun, samples_of_group
+from actors.rollout_manager.group_run import GroupRun, TrainingRows, samples_of_group
 from actors.rollout_manager.saved_groups import SavedGroups
 from actors.rollout_manager.scorer_columns import with_scorer_columns
-from actors.rollout_manager.training_rows import TrainingRows
 from actors.runtime.membership import Membership
 from actors.sampling.sampling import Prompts, RowActor, Sampling
 from actors.sampling.sessions import SampleSession
@@ -28,8 +27,9 @@ from areal.data.rows import Row
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow
+from protocols.attempt_messages import LostLeases, RenewLeases
 from protocols.membership_messages import LoadColumns
-from protocols.messages import AskPermits, LostLeases, Permit, Permits, RenewLeases
+from protocols.messages import AskPermits, Permit, Permits
 
 ASK_PERMITS_SECONDS = 20.0
 BALANCE_SECONDS = 2.0

@@ -16,8 +16,9 @@ from actors.sampling.sampling import Sampling
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import explain
 from areal.storage.saved_calls import SavedCall, packed, unpacked
+from protocols.attempt_messages import AskCalls, AskSamples, StoreCalls, StoredCalls, StoredSamples
 from protocols.bus_errors import RefusedError
-from protocols.messages import AskCalls, AskSamples, Done, Permit, StoreCalls, StoredCalls, StoredSamples
+from protocols.messages import Done, Permit
 
 # The most samples with a save of calls in progress.
 SAVES = 4

@@ -4,7 +4,7 @@ import asyncio
 import functools
 
 from actors.sampling.jobs import SampleFailed
-from actors.sampling.scores import Rewards
+from actors.sampling.services import Rewards
 from areal.base.errors import explain
 from areal.config import Config
 from areal.data.rows import Row

@@ -26,9 +26,9 @@ from protocols.addresses import (
     on_this_machine,
     port_range,
 )
+from protocols.bus import Bus
 from protocols.network import Network, ZmqNetwork
 from protocols.security import FILE_NAME, Keys, KeysError, make_keys
-from protocols.transport import Bus
 
 # The folder, in a run folder, with keys for that run alone.
 OWN_KEYS = "keys"

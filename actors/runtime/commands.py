@@ -123,7 +123,7 @@ def add_reward(options: Namespace) -> None:
     from actors.runtime.bound_addresses import find_master, open_network
     from actors.runtime.membership import ask_once
     from protocols.addresses import host_of
-    from protocols.messages import AddReward
+    from protocols.membership_messages import AddReward
 
     if not math.isfinite(options.weight):
         raise UserError(f"The weight {options.weight} is no finite number: give one, such as 0.2.")

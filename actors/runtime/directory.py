@@ -5,10 +5,9 @@ from typing import TypeVar
 
 from actors.runtime.actor import Notifier
 from protocols.addresses import host_of, reachable
+from protocols.bus import Bus, Subscriber
 from protocols.membership_messages import Member, MembersChanged, Policy, PolicyPublished, Shutdown, Snapshot
 from protocols.messages import Message
-from protocols.pubsub import Subscriber
-from protocols.transport import Bus
 
 T = TypeVar("T")
 

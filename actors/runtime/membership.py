@@ -43,6 +43,7 @@ from areal.base.processes import stop_signals
 from areal.config import Config, from_message
 from areal.devices import CORES, settle
 from areal.storage.disk import DiskRetry
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.membership_messages import (
     AskSnapshot,
@@ -60,7 +61,7 @@ from protocols.membership_messages import (
 )
 from protocols.messages import Message
 from protocols.network import Network
-from protocols.transport import Bus, Request, ask_until
+from protocols.transport import Request, ask_until
 
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it waits for the master.

@@ -11,9 +11,10 @@ from actors.runtime.role_process import Child
 from actors.watching.run_status import status_of
 from areal.base import extensions
 from areal.config import Config
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, ProtocolVersionError
 from protocols.membership_messages import AskStatus
-from protocols.transport import Bus, ask_until
+from protocols.transport import ask_until
 
 ASK_SECONDS = 2.0
 # The interval of looks at the status of the run: the first interval, its growth, and the longest interval.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from actors.sampling.jobs import SampleFailed, ended
-from actors.sampling.scores import Rewards
+from actors.sampling.services import Rewards
 from areal.data.rows import Row, prompt_text
 from areal.rewards.result import Result, all_scored
 

@@ -1,4 +1,4 @@
-"""The jobs of samples: calls to generators, completions to rewards and scorers, rows of tokens to scorers.
+"""The jobs of samples: calls to generators, and completions to rewards and scorers. `tokens_job.py` has rows of tokens.
 
 A call is a sequence of tokens. Generator after generator may sample the sequence, always from its last token on. A
 scoring job begins anew at another actor.
@@ -21,14 +21,13 @@ from areal.rewards.pool import Quarantine, digest
 from areal.rewards.result import Result, RewardError
 from areal.rewards.worker_processes import RewardFailed
 from areal.samples.table import Finish, Generation, TokenTable, split
-from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import Keep
+from protocols.attempt_messages import Cause
 from protocols.bus_errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.membership_messages import Member, actor_name
 from protocols.messages import (
     FINISHES,
     SAMPLING,
-    Cause,
     Completion,
     CompletionsScored,
     Generate,
@@ -37,10 +36,8 @@ from protocols.messages import (
     NewSequence,
     Score,
     TokenColumns,
-    slices,
 )
 from protocols.picture_messages import GeneratePictured
-from protocols.scorer_messages import ScoreTokens, TokensScored
 
 # Time to wait for a reward actor that serves a reward named only by rows. The wait for a reward of the run has no
 # deadline: the master says which reward is missing.
@@ -428,38 +425,6 @@ class ScoreJob(ScoringJob):
                 raise BusError("a reward actor sent scores of another number of completions")
             if job := jobs.pop(scored.job, None):
                 job.succeed([*map(Result, scored.scores, scored.parts)])
-        return part.failed
-
-
-class TokensJob(ScoringJob):
-    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores. All jobs of a flow have
-    the same scorer."""
-
-    def __init__(self, rules: ScoringRules, scorer: str, tokens: np.ndarray) -> None:
-        super().__init__(rules, "scorer", scorer)
-        self.tokens = tokens
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence["TokensJob"]) -> ScoreTokens:
-        return ScoreTokens(
-            flow=flow,
-            scorer=jobs[0].serves,
-            jobs=np.array([job.number for job in jobs], np.int64),
-            counts=np.array([len(job.tokens) for job in jobs], np.int32),
-            tokens=np.concatenate([job.tokens for job in jobs]),
-        )
-
-    @staticmethod
-    def deliver(part: Message, jobs: "dict[int, TokensJob]") -> Sequence[JobFailed]:
-        if not isinstance(part, TokensScored):
-            raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
-        shape = len(part.logprobs), len(part.top_tokens) // max(1, len(part.logprobs))
-        top_tokens, top_logprobs = part.top_tokens.reshape(shape), part.top_logprobs.reshape(shape)
-        for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
-            if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
-                raise BusError("a scorer sent log-probs of another number of tokens")
-            if job := jobs.pop(number, None):
-                job.succeed(TokenScores(part.logprobs[places], top_tokens[places], top_logprobs[places]))
         return part.failed
 
 

@@ -10,8 +10,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.sampling.dispatch import Dispatch, flows_of
 from actors.sampling.jobs import SampleFailed, ScoringRules
-from actors.sampling.scores import Rewards, judges_of
-from actors.sampling.services import Services
+from actors.sampling.services import Rewards, Services, judges_of
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError
 from areal.base.text import error_text
@@ -21,9 +20,10 @@ from areal.data.sources import open_source
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
+from protocols.attempt_messages import Cause, ScoringFailed
 from protocols.bus_errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.membership_messages import ConnectionLost, Member, Work
-from protocols.messages import Cause, Done, Message, ScoringFailed
+from protocols.messages import Done, Message
 from protocols.transport import ask_until
 
 M = TypeVar("M", bound=Message)

@@ -1,15 +1,21 @@
-"""The services for the samples of an actor, as an object: generators, rewards, tools."""
+"""The services for the samples of an actor: generators, rewards, scorers, tools."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from actors.sampling.scores import Dispatcher, Rewards
+import numpy as np
+
+from actors.sampling.flows import Job
+from actors.sampling.jobs import ScoreJob, ScoringRules, score_with_retries
+from actors.sampling.tokens_job import TokensJob
+from areal.base import extensions
 from areal.config import Config
 from areal.data.rows import Row
-from areal.rewards.result import overlong_penalty
-from areal.samples.trajectory import Trajectory
+from areal.rewards.result import Result, overlong_penalty
+from areal.samples.trajectory import TokenScores, Trajectory
 from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.workflows.conversation import begin
 from areal.workflows.tools import Tools
@@ -18,11 +24,54 @@ from areal.workflows.tools import Tools
 OWN_CODE = 5.0
 
 
+class Dispatcher(Protocol):
+    """The interface that does jobs (actors.sampling.dispatch.Dispatch)."""
+
+    async def run(self, job: Job) -> Any:
+        """Return the result of a job. Raises SampleFailed."""
+
+
+def judges_of(config: Config, dispatch: Dispatcher, tokenizer: Any) -> Any:
+    """Return the rewards that ask the policy itself (actors.scorer.policy_judges). Raises UserError if options do not
+    fit."""
+    if not config.policy_judges:
+        return {}
+    return extensions.need("scorer", "policy_judges", "url: policy").load()(config, dispatch, tokenizer)
+
+
+class Rewards:
+    """The rewards and the scorers of a run. scorers: the scorers that give rewards, by the reward's name. judges: from
+    `judges_of`."""
+
+    def __init__(self, dispatch: Dispatcher, rules: ScoringRules, scorers: Mapping[str, str], judges: Any) -> None:
+        self._dispatch = dispatch
+        self._rules = rules
+        self._scorers = scorers
+        self._judges = judges
+
+    async def score(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
+        """Return the scores by the reward `name` for a completion, or for all completions of a group. Raises
+        SampleFailed if the reward failed on every attempt."""
+        if name in self._judges:
+            judged = partial(self._judges.score, name, prompt, completions, row)
+            return await score_with_retries(name, self._rules.config.retries, judged, self._rules.on_refusal)
+        job = ScoreJob(self._rules, name, prompt, completions, row, tokens, self._scorers.get(name))
+        results: list[Result] = await self._dispatch.run(job)
+        return results
+
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
+        """Return the scores of the scorer `name` for tokens, int32 [T]. Raises SampleFailed."""
+        scores: TokenScores = await self._dispatch.run(TokensJob(self._rules, name, tokens))
+        return scores
+
+
 @dataclass(eq=False)
 class Services:
-    """See the module. `place`: role and index of the actor, as in rollout_manager/0. `succeeded`: number of finished
-    and scored samples. `own_code`: samples in their workflow's own code, and since when. `own_limits`: limits on the
-    time there."""
+    """All services. `place`: role and index of the actor, as in rollout_manager/0. `succeeded`: number of finished and
+    scored samples. `own_code`: samples in their workflow's own code, and since when. `own_limits`: limits on the time
+    there."""
 
     config: Config
     tokenizer: Any

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from actors.sampling.jobs import Call, SampleState
-from actors.sampling.scores import Dispatcher
+from actors.sampling.services import Dispatcher
 from actors.scorer.run_judges import judge_by
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig

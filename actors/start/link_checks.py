@@ -27,11 +27,12 @@ from areal.storage.claim import ADDRESS
 from areal.weights.chunks import HeldVersion, Manifest
 from areal.weights.model_files import WEIGHTS_FILE
 from protocols.addresses import host_of, is_loopback
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, PreparingError
 from protocols.membership_messages import AskConfig, Configuration, Member, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, KeysError, make_keys
-from protocols.transport import Bus, ask_until
+from protocols.transport import ask_until
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SLOWEST = 20e6

@@ -22,8 +22,7 @@ from actors.runtime.logs import configure_logging
 from actors.sampling.flows import Job
 from actors.sampling.jobs import Call, SampleFailed, ScoreJob, ScoringRules, score_with_retries
 from actors.sampling.own_code import place_of
-from actors.sampling.scores import Rewards, judges_of
-from actors.sampling.services import Services
+from actors.sampling.services import Rewards, Services, judges_of
 from actors.sampling.sessions import SampleSession
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.base.command_line import output

@@ -12,11 +12,10 @@ from rich.text import Text
 
 from actors.watching.run_status import status_of
 from areal.base.text import duration, shown
+from protocols.bus import Bus, Subscriber
 from protocols.bus_errors import BusError
 from protocols.membership_messages import Shutdown, actor_name
 from protocols.messages import Message
-from protocols.pubsub import Subscriber
-from protocols.transport import Bus
 
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0

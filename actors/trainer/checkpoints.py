@@ -19,7 +19,7 @@ from areal.base.errors import UserError
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_folder import checkpoint_of, ways_on
 from areal.storage.spool import Spool
-from protocols.training_messages import CheckpointAnswer, CheckpointSaved, Recovery
+from protocols.training_messages import AskRecovery, CheckpointAnswer, CheckpointSaved, Recovery
 
 # A leaving trainer estimates a step and a checkpoint by the longest of this many recent durations.
 DURATIONS_KEPT = 4
@@ -156,3 +156,13 @@ class Checkpoints:
             del self._on_disk[0]
         self.durations.add("checkpoint", began)
         return None
+
+
+async def ask_recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:
+    """Ask the master for the state of the run. The spool and the rollouts become the run's."""
+    spooled = await member.on_disk("the spool", spool.ids)
+    recovery = await member.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
+    await member.on_disk("the spool", spool.assign, recovery.run)
+    await asyncio.to_thread(rollouts.assign, recovery.run)
+    await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
+    return recovery

@@ -23,7 +23,6 @@ under a new lineage.
 
 import asyncio
 import functools
-import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -34,14 +33,14 @@ import structlog
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.trainer import kept_rollouts
-from actors.trainer.checkpoints import Checkpoints
+from actors.trainer.checkpoints import Checkpoints, ask_recovery
 from actors.trainer.learner import Learner
-from actors.trainer.phases import Phases, refusals
+from actors.trainer.phases import Phases
 from actors.trainer.probes import Probes
 from actors.trainer.ranks import Ranks, failure_of_step
 from actors.trainer.sample_store import SampleStore
 from actors.trainer.turns import Turns
-from actors.trainer.weight_publisher import VERSIONS_KEPT, WeightPublisher
+from actors.trainer.weight_publisher import VERSIONS_KEPT, WeightPublisher, remove_folder, remove_weights
 from areal.base import extensions
 from areal.config import Config
 from areal.devices import visible_devices
@@ -53,7 +52,7 @@ from areal.storage.spool import Spool
 from areal.training.guard import Guard, limits_of
 from protocols.bus_errors import BusError
 from protocols.messages import AskBatch, BatchAnswer, Done
-from protocols.training_messages import AskRecovery, Recovery, TrainingFailed, TrainingFinished
+from protocols.training_messages import Recovery, TrainingFailed, TrainingFinished
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
@@ -75,7 +74,7 @@ class Trainer(Actor):
     ) -> Self:
         config, used = member.config, member.used
         member.activity = "starting DeepSpeed"
-        used.push_async_callback(_remove_weights, member)
+        used.push_async_callback(remove_weights, member)
         spool = await member.on_disk("the spool", open_spool, config.folder / "spool.db")
         used.callback(spool.close)
         rollouts = await asyncio.to_thread(open_rollouts, config)
@@ -91,7 +90,7 @@ class Trainer(Actor):
         if config.weights.direct:
             sender = extensions.need("direct", "sender", "weights.transport=direct").load()
             direct = await sender.start(member, VERSIONS_KEPT)
-        recovery = await _recovery(member, spool, rollouts)
+        recovery = await ask_recovery(member, spool, rollouts)
         return cls(member, _Parts(learner, spool, rollouts, turns, phases, direct), recovery)
 
     def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
@@ -103,7 +102,7 @@ class Trainer(Actor):
         self._guard = Guard(limits, self.config.trainer.objective)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._version = recovery.checkpoint_version
-        learner, remove = self._learner, functools.partial(_remove, member, self._learner)
+        learner, remove = self._learner, functools.partial(remove_folder, member, self._learner)
         self._publisher = WeightPublisher(member, learner, recovery.lineage, self._timed, remove, direct)
         kept = self._learner, self._spool, self._rollouts, recovery.checkpoint_version
         self._checkpoints = Checkpoints(member, *kept, self._timed, remove)
@@ -298,29 +297,6 @@ class _Parts(NamedTuple):
     turns: Turns
     phases: Phases
     direct: Any
-
-
-async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:
-    """Ask the master for the state of the run. The spool and the rollouts become the run's."""
-    spooled = await member.on_disk("the spool", spool.ids)
-    recovery = await member.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
-    await member.on_disk("the spool", spool.assign, recovery.run)
-    await asyncio.to_thread(rollouts.assign, recovery.run)
-    await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
-    return recovery
-
-
-async def _remove(member: Membership, learner: Learner, folder: Path) -> None:
-    """Remove a folder of weights or a checkpoint that is no longer needed."""
-    with member.working(f"removing {folder.name}", "removal", refusals):
-        await member.disk.write(lambda: learner.forget(folder), f"that {folder.name} is removed")
-
-
-async def _remove_weights(member: Membership) -> None:
-    """Remove published weights, which a run does not need after its end. The folder is often in memory."""
-    ending = member.stopped.result() if member.stopped.done() and not member.stopped.cancelled() else None
-    if member.config.weights.folder and ending and ending.ok and not ending.stopped:
-        await asyncio.to_thread(shutil.rmtree, member.config.weights_folder, ignore_errors=True)
 
 
 def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:

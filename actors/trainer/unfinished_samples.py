@@ -11,18 +11,17 @@ from areal.base.errors import explain
 from areal.config import Config
 from areal.samples.trajectory import Group, samples_of
 from areal.storage.spool import Spool
-from protocols.bus_errors import RefusedError
-from protocols.messages import (
+from protocols.attempt_messages import (
     AskCalls,
     AskReuse,
     AskSamples,
-    Done,
     ReuseAnswer,
     StoreCalls,
     StoredCalls,
     StoredSamples,
-    StoreSamples,
 )
+from protocols.bus_errors import RefusedError
+from protocols.messages import Done, StoreSamples
 from protocols.transport import Request
 
 # The oldest version in each stored sample, by group and place.

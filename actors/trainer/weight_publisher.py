@@ -8,6 +8,7 @@ versions are written at a time, and the published version is at most 1 behind th
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ import structlog
 
 from actors.runtime.membership import Membership
 from actors.trainer.learner import Learner
+from actors.trainer.phases import refusals
 from actors.weights.weight_service import WeightServer
 from areal.weights.chunks import HeldVersion
 from protocols.membership_messages import Policy
@@ -114,3 +116,16 @@ class WeightPublisher:
 
     def _folder(self, version: int, lineage: int) -> Path:
         return self._config.weights_folder / f"l{lineage}-v{version:06}"
+
+
+async def remove_folder(member: Membership, learner: Learner, folder: Path) -> None:
+    """Remove a folder of weights or a checkpoint that is no longer needed."""
+    with member.working(f"removing {folder.name}", "removal", refusals):
+        await member.disk.write(lambda: learner.forget(folder), f"that {folder.name} is removed")
+
+
+async def remove_weights(member: Membership) -> None:
+    """Remove published weights, which a run does not need after its end. The folder is often in memory."""
+    ending = member.stopped.result() if member.stopped.done() and not member.stopped.cancelled() else None
+    if member.config.weights.folder and ending and ending.ok and not ending.stopped:
+        await asyncio.to_thread(shutil.rmtree, member.config.weights_folder, ignore_errors=True)

@@ -7,9 +7,10 @@ import asyncio
 from typing import Any
 
 from actors.watching.run_status import status_of
+from protocols.bus import Bus
 from protocols.bus_errors import BusError
 from protocols.membership_messages import actor_name
-from protocols.transport import Bus, ask_until
+from protocols.transport import ask_until
 
 ASK_SECONDS = 5.0
 PAUSE_SECONDS = 0.5

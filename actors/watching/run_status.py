@@ -3,9 +3,9 @@
 from typing import Any
 
 from areal.base.text import all_shown
+from protocols.bus import Bus
 from protocols.bus_errors import BusError
 from protocols.membership_messages import AskStatus, Status
-from protocols.transport import Bus
 
 
 async def status_of(bus: Bus, master: str, seconds: float, since: int | None = None) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from areal.config.engine_sections import WeightsConfig
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.membership_messages import Member, Policy
 from protocols.messages import Message
-from protocols.transport import Bus, Request
+from protocols.transport import Request
 from protocols.weight_messages import FetchWeights, WeightChunk, WeightFile, WeightFiles
 
 # How long a server waits for a version that it does not have yet. A generator that still loads the version before has

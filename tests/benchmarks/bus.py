@@ -35,11 +35,12 @@ import zmq
 import zmq.asyncio
 from results import ratio, show, write
 
+from protocols.bus import Bus
 from protocols.membership_messages import Heartbeat, HeartbeatAnswer, Policy
 from protocols.messages import Message
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
-from protocols.transport import Bus, Request
+from protocols.transport import Request
 from protocols.weight_messages import FetchWeights, WeightChunk
 
 try:

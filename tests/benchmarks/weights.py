@@ -46,8 +46,9 @@ from areal.devices import transfer_backend
 from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.model_files import WEIGHTS_FILE
+from protocols.bus import Bus
 from protocols.membership_messages import Member, Policy
-from protocols.transport import Bus, Request
+from protocols.transport import Request
 from protocols.weight_messages import FetchWeights
 
 # isort: split

@@ -13,11 +13,11 @@ from areal.config import Config
 from areal.data.sources import open_source
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
+from protocols.bus import Bus
 from protocols.evaluation_messages import AskEvaluation, EvaluationDone
 from protocols.membership_messages import DiskShortage, Heartbeat, Join, Policy
 from protocols.messages import AskBatch, AskPermits, CommitStep, GroupReady
 from protocols.training_messages import AskRecovery, PublishPolicy
-from protocols.transport import Bus
 
 SECONDS = 60.0
 

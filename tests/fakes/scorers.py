@@ -21,8 +21,8 @@ from actors.runtime.membership import Membership
 from actors.scorer.scorer import Scorer
 from areal.config import Config
 from areal.samples.trajectory import TokenScores
+from protocols.bus import Bus
 from protocols.messages import Completion
-from protocols.transport import Bus
 
 TEMPLATE = "{% for m in messages %}{{ {'user': 0, 'assistant': 1, 'system': 2}[m.role] }}{{ m.content }}={% endfor %}"
 """The chat template of the reward model, in the alphabet of the quickstart's model."""

@@ -11,8 +11,8 @@ import torch
 
 from actors.direct.direct_weights import DirectReceiver
 from actors.runtime.directory import Directory
+from protocols.bus import Bus
 from protocols.membership_messages import Member, Policy
-from protocols.transport import Bus
 
 
 class TransferEnd:

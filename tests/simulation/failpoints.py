@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from types import AsyncGeneratorType
 from typing import Any, Protocol
 
+from protocols.attempt_messages import AskSamples, RenewLeases, StoreCalls
 from protocols.membership_messages import Heartbeat
-from protocols.messages import AskSamples, Message, RenewLeases, StoreCalls, StoreSamples
+from protocols.messages import Message, StoreSamples
 from protocols.transport import Request
 from simulation.faults import FailPoint, Plan
 from simulation.incarnation import Incarnation

@@ -42,8 +42,7 @@ from actors.sampling import sessions
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import Call, ScoreJob
 from actors.sampling.sampling import Sampling
-from actors.sampling.scores import Rewards
-from actors.sampling.services import Services
+from actors.sampling.services import Rewards, Services
 from actors.sampling.sessions import SampleSession
 from actors.trainer import kept_rollouts, weight_publisher
 from actors.trainer.checkpoints import Checkpoints
@@ -77,10 +76,10 @@ from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool, SpooledCalls
 from areal.training.guard import Guard
+from protocols.attempt_messages import AskSamples, StoredSamples
 from protocols.bus_errors import RefusedError
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import (
-    AskSamples,
     Done,
     GroupAccepted,
     GroupStarted,
@@ -88,7 +87,6 @@ from protocols.messages import (
     KeepAlive,
     Message,
     Permit,
-    StoredSamples,
     StoreSamples,
     TokenColumns,
 )

@@ -24,7 +24,7 @@ from areal.base.processes import ROOT
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
 from areal.storage import disk
-from protocols import pubsub, transport
+from protocols import bus, transport
 from protocols.codec import decode_body
 from protocols.membership_messages import HeartbeatAnswer, MembersChanged, PolicyPublished, Shutdown
 from protocols.messages import Done, Message, StreamEnd
@@ -81,7 +81,7 @@ def quiet(world: Simulated) -> Iterator[None]:
     with ExitStack() as settings:
         settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(patch.multiple(membership, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
-        for receiver in (transport, pubsub):
+        for receiver in (transport, bus):
             settings.enter_context(patch.multiple(receiver, decode_body=_decode_body))
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)

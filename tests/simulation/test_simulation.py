@@ -33,11 +33,12 @@ from areal.samples.table import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
 from protocols.bus_errors import BusyError
-from protocols.codec import MAX_BODY_BYTES, SUBJECTS
+from protocols.codec import MAX_BODY_BYTES
 from protocols.membership_messages import Policy
 from protocols.messages import Message, StoreSamples
 from protocols.network import Full
 from protocols.training_messages import AskRecovery
+from protocols.version import SUBJECTS
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.cluster.loop import EndlessCallbacks

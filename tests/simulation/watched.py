@@ -25,10 +25,12 @@ from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpooledCalls, SpoolPart, StoredGroup
 from areal.workflows.session import Session
+from protocols.attempt_messages import StoreCalls
+from protocols.bus import Bus
 from protocols.codec import Frame, Header
 from protocols.evaluation_messages import AskEvaluation, EvaluationDone, RowsScored
-from protocols.messages import Message, Permit, StoreCalls, StoreSamples
-from protocols.transport import Bus, Peer
+from protocols.messages import Message, Permit, StoreSamples
+from protocols.transport import Peer
 from simulation.engines import HELDOUT, TalkTokenizer, Toil
 from simulation.oracle import Oracle
 

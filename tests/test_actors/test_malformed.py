@@ -21,9 +21,9 @@ from actors.trainer.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
+from protocols.bus import Bus
 from protocols.bus_errors import BusError
 from protocols.membership_messages import AskStatus, Join, Leave
-from protocols.transport import Bus
 
 FRAMES = 1500
 

@@ -28,9 +28,9 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.storage.stored_groups import batches
 from areal.training.training_engine import TrainingEngine
+from protocols.bus import Bus
 from protocols.membership_messages import AskStatus, Join
 from protocols.messages import AskPermits, GroupAccepted, Permit, ScoredSample, StoreSamples
-from protocols.transport import Bus
 
 STEPS = 4
 SECONDS = 240.0

@@ -6,12 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from protocols.bus import Bus
 from protocols.bus_errors import DeadlineError, FencedError, RefusedError, StreamBrokenError
 from protocols.codec import decode_header
 from protocols.membership_messages import AskStatus, Policy, PolicyPublished, Status
 from protocols.messages import Done
 from protocols.network import Full, Unreachable
-from protocols.transport import RESEND_SECONDS, STREAM_SILENCE_SECONDS, Bus
+from protocols.transport import RESEND_SECONDS, STREAM_SILENCE_SECONDS
 from protocols.weight_messages import FetchWeights, WeightChunk
 
 DOOR = "tcp://master:1"

@@ -17,12 +17,12 @@ from support.stored_samples import BRANCHED
 
 from areal.samples.trajectory import Trajectory
 from protocols import codec, messages
+from protocols.attempt_messages import GroupFailed
 from protocols.bus_errors import MalformedError, ProtocolVersionError
 from protocols.codec import (
     MAX_BODY_BYTES,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
-    SUBJECTS,
     Header,
     decode_body,
     decode_header,
@@ -30,16 +30,8 @@ from protocols.codec import (
 )
 from protocols.evaluation_messages import RowScores, RowsScored
 from protocols.membership_messages import Join, Leave, Member, Policy, Snapshot, Welcome
-from protocols.messages import (
-    Completion,
-    Generate,
-    GroupFailed,
-    NewSequence,
-    Score,
-    ScoredSample,
-    StoreSamples,
-    TokenColumns,
-)
+from protocols.messages import Completion, Generate, NewSequence, Score, ScoredSample, StoreSamples, TokenColumns
+from protocols.version import SUBJECTS
 
 WITHOUT_NUMBERS = {
     "group_ready": {"group": "g", "start_version": 0, "signal": True, "reward_mean": 0.0},

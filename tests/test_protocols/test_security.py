@@ -10,13 +10,13 @@ import structlog
 import zmq
 
 from protocols import network, security
+from protocols.bus import Bus
 from protocols.bus_errors import DeadlineError
 from protocols.codec import Header, encode
 from protocols.membership_messages import AskStatus, Leave, Shutdown, Status
 from protocols.messages import Completion, Done, Score
-from protocols.network import SHARED_BYTES, Approach, ZmqNetwork
-from protocols.security import KeyGeneration, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
-from protocols.transport import Bus
+from protocols.network import SHARED_BYTES, ZmqNetwork
+from protocols.security import Approach, KeyGeneration, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
 
 LOOPBACK = "tcp://127.0.0.1:*"
 # Long enough for any machine: a test that needs it has failed.

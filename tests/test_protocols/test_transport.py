@@ -15,6 +15,7 @@ from support.networks import find_free_port, keys, network
 import protocols.network
 from protocols import bus_errors as errors
 from protocols import transport
+from protocols.bus import Bus
 from protocols.bus_errors import (
     BusError,
     BusyError,
@@ -29,7 +30,7 @@ from protocols.codec import PROTOCOL_VERSION, Header, decode_body, decode_header
 from protocols.membership_messages import AskStatus, Shutdown, Status
 from protocols.messages import AskPermits, Cancel, Credit, Done, Failure, Permits
 from protocols.network import DRAIN, MAX_SUBSCRIPTION_BYTES, SHARED_BYTES
-from protocols.transport import STREAM_CREDIT, Bus
+from protocols.transport import STREAM_CREDIT
 from protocols.weight_messages import FetchWeights, WeightChunk
 
 LOOPBACK = "tcp://127.0.0.1:*"

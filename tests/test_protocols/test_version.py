@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from pydantic import AfterValidator, BaseModel, Field, InstanceOf
 
-from protocols.codec import MODELS, PROTOCOL_VERSION, Header
+from protocols.codec import PROTOCOL_VERSION, Header
 from protocols.messages import Float32s, Int32s, OfType
-from protocols.version import description_of, difference, version_of
+from protocols.version import MODELS, description_of, difference, version_of
 
 
 def model(name="Ask", /, **fields):

@@ -30,11 +30,11 @@ from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
-from protocols import pubsub, transport
+from protocols import transport
+from protocols.bus import Bus
 from protocols.codec import Frame, decode_body
 from protocols.membership_messages import MembersChanged
 from protocols.messages import Message
-from protocols.transport import Bus
 from simulation.cluster.costs import Costs
 from simulation.cluster.engines import ModelEngine, ModelLearner, ModelRewards, ModelSource, ModelTokenizer
 from simulation.cluster.lengths import Lengths
@@ -160,7 +160,7 @@ class Cluster:
         begun = time.thread_time()
         spaced = patch.object(membership, "HEARTBEAT_SECONDS", SPACED_HEARTBEAT_SECONDS)
         self._end_spacing = spaced.stop
-        events = patch.object(pubsub, "decode_body", cache_of_events(decode_body))
+        events = patch("protocols.bus.decode_body", cache_of_events(decode_body))
         with _quiet(self.logged), patch.multiple(transport, **SPACED), events:
             spaced.start()
             try:

@@ -36,8 +36,8 @@ from areal.rewards.worker_processes import RewardFailed
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, config_of_run
 from areal.workflows import begin, turns
+from protocols.bus import Bus
 from protocols.membership_messages import AskSnapshot, AskStatus, Member
-from protocols.transport import Bus
 
 
 @pytest.fixture

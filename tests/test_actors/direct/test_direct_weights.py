@@ -43,9 +43,9 @@ from areal.generation.offered_weights import WeightLoadError
 from areal.samples.table import Generation
 from areal.storage.disk import DiskRetry
 from areal.weights.chunks import Manifest
+from protocols.bus import Bus
 from protocols.bus_errors import StreamBrokenError
 from protocols.membership_messages import Member, Policy
-from protocols.transport import Bus
 from protocols.weight_messages import SendWeights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

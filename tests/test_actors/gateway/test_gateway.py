@@ -46,20 +46,10 @@ from areal.staleness.ledger_state import EXPIRED, Batch, GroupState
 from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
+from protocols.attempt_messages import AskCalls, LostLeases, RenewLeases, StoreCalls, StoredCalls, StoredSamples
 from protocols.bus_errors import BusyError, FencedError, RefusedError
 from protocols.membership_messages import Member, Policy
-from protocols.messages import (
-    AskCalls,
-    GroupAccepted,
-    GroupStarted,
-    LostLeases,
-    RenewLeases,
-    ScoredSample,
-    StoreCalls,
-    StoredCalls,
-    StoredSamples,
-    StoreSamples,
-)
+from protocols.messages import GroupAccepted, GroupStarted, ScoredSample, StoreSamples
 from protocols.session_messages import AskSession, DiscardSession, SessionAnswer, SessionDiscarded
 from protocols.training_messages import AskLogprobs, Logprobs
 

@@ -19,8 +19,8 @@ from areal.extensions.pictures.views import Views
 from areal.extensions.pictures.vision import Picture, Sight
 from areal.samples.pictures import digest_of
 from areal.samples.table import Generation, TokenTable
+from protocols.bus import Bus
 from protocols.picture_messages import GeneratePictured
-from protocols.transport import Bus
 
 
 def spawn(work, name):

@@ -21,9 +21,10 @@ from areal.storage import disk
 from areal.storage import journal as journal_module
 from areal.storage.journal import JournalTransaction
 from areal.storage.run_folder import RunFolder
+from protocols.attempt_messages import RenewLeases
 from protocols.bus_errors import PreparingError
 from protocols.membership_messages import AskSnapshot, AskStatus, DiskShortage, Shutdown
-from protocols.messages import AskPermits, Permit, RenewLeases
+from protocols.messages import AskPermits, Permit
 
 
 @pytest.fixture

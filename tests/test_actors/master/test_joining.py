@@ -18,6 +18,7 @@ from support.networks import dealer, keys_folder, network
 from actors.generator.generator import Generator
 from actors.master import membership_requests
 from actors.runtime.membership import Membership
+from protocols.bus import Bus
 from protocols.bus_errors import DeadlineError, FencedError, ForgedError, RefusedError
 from protocols.codec import Header, decode_body, decode_header, encode
 from protocols.membership_messages import AskSnapshot, AskStatus, ConnectionLost, Join, Leave, actor_name
@@ -25,7 +26,6 @@ from protocols.messages import AskBatch, AskPermits, Done
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 from protocols.training_messages import TrainingFailed
-from protocols.transport import Bus
 
 UNUSED = "tcp://127.0.0.1:1"
 

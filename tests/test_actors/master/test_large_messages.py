@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from actors.master import members as members_module
 from actors.master.master import EVENTS_OF_ONE_MASTER
 from actors.master.members import next_event
+from protocols.bus import Publisher
 from protocols.bus_errors import BusError, BusyError, MalformedError
 from protocols.codec import encode_body
 from protocols.membership_messages import AskSnapshot, AskStatus, Engagement, Heartbeat, Member, MembersChanged
-from protocols.pubsub import Publisher
 
 FULL = tuple(f"{n:0256}" for n in range(32))
 

@@ -27,9 +27,10 @@ from areal.extensions.desk.timeline import spans
 from areal.storage.record import Record
 from areal.storage.records import read_records
 from areal.storage.run_folder import RunFolder
+from protocols.attempt_messages import GroupFailed, RenewLeases
 from protocols.bus_errors import DeadlineError, FencedError, PreparingError
 from protocols.membership_messages import AskStatus, Heartbeat, Leave, Span
-from protocols.messages import AskBatch, AskPermits, CommitStep, GroupFailed, RenewLeases
+from protocols.messages import AskBatch, AskPermits, CommitStep
 from protocols.training_messages import CheckpointSaved, TrainingFinished
 
 

@@ -21,9 +21,10 @@ from fakes.callers import (
 
 from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
+from protocols.attempt_messages import AskReuse, GroupFailed, RenewLeases
 from protocols.bus_errors import FencedError
 from protocols.membership_messages import AskStatus, Leave, Policy
-from protocols.messages import AskBatch, AskPermits, AskReuse, CommitStep, GroupFailed, GroupReady, RenewLeases
+from protocols.messages import AskBatch, AskPermits, CommitStep, GroupReady
 from protocols.training_messages import AskRecovery, CheckpointSaved, PublishPolicy, TrainingFailed
 
 

@@ -12,8 +12,7 @@ from support.small_runs import ten_steps
 
 from actors.master import changes
 from actors.master.accounts import coverage
-from actors.master.group_tally import GroupTally
-from actors.master.run_state import PLAIN, RunState
+from actors.master.run_state import PLAIN, GroupTally, RunState
 from actors.master.session_records import SessionRecords
 from areal.base.errors import UserError
 from areal.config import Config

@@ -22,9 +22,10 @@ from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
 from areal.staleness.failures import UNSCORED_LIMIT
+from protocols.attempt_messages import GroupFailed, ScoringFailed
 from protocols.bus_errors import RefusedError
-from protocols.membership_messages import AskStatus, Heartbeat, Leave
-from protocols.messages import AddReward, AskPermits, GroupFailed, GroupReady, ScoringFailed
+from protocols.membership_messages import AddReward, AskStatus, Heartbeat, Leave
+from protocols.messages import AskPermits, GroupReady
 
 
 async def test_the_parts_of_rewards_are_averaged_over_the_groups_of_a_step(config):

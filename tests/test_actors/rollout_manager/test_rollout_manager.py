@@ -11,10 +11,17 @@ from fakes import scripted_policy
 from support.small_runs import ten_steps
 
 from actors.evaluator.evaluator import Evaluator
-from actors.rollout_manager.group_run import GroupRun, GroupStart, GroupStore, _Scored, first_scored
+from actors.rollout_manager.group_run import (
+    ROWS_AHEAD,
+    GroupRun,
+    GroupStart,
+    GroupStore,
+    TrainingRows,
+    _Scored,
+    first_scored,
+)
 from actors.rollout_manager.rollout_manager import RolloutManager
 from actors.rollout_manager.saved_groups import SavedGroups
-from actors.rollout_manager.training_rows import ROWS_AHEAD, TrainingRows
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.jobs import SampleFailed

@@ -11,8 +11,8 @@ from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from areal.base.errors import UserError
 from areal.storage.disk import DiskRetry
+from protocols.bus import Bus
 from protocols.bus_errors import BusyError
-from protocols.transport import Bus
 
 
 class Idle(Actor):

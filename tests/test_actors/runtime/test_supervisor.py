@@ -26,9 +26,10 @@ from actors.runtime.supervisor import Supervisor
 from areal.base.processes import ROOT, LenientOutput
 from areal.config import Config
 from areal.storage.disk import Backlog
+from protocols.bus import Bus
 from protocols.bus_errors import ProtocolVersionError
 from protocols.membership_messages import Status
-from protocols.transport import Bus, Request
+from protocols.transport import Request
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
 PRELUDE = """\

@@ -12,9 +12,9 @@ from support.networks import network
 
 from actors.sampling import flows
 from actors.sampling.flows import Flow, Flows, Job
+from protocols.bus import Bus
 from protocols.bus_errors import BusError, BusyError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
 from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
-from protocols.transport import Bus
 
 PATIENCE = 60.0
 

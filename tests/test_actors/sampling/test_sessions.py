@@ -21,8 +21,7 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import Call, SampleFailed, SampleState, ScoringRules
 from actors.sampling.own_code import contained_task
 from actors.sampling.sampling import Sampling
-from actors.sampling.scores import Rewards
-from actors.sampling.services import Services
+from actors.sampling.services import Rewards, Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import UserError
 from areal.config import Config

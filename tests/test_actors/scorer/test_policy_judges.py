@@ -8,7 +8,7 @@ from fakes.scripted_policy import Characters
 from support.small_runs import ten_steps
 
 from actors.sampling.jobs import SampleFailed, ScoringRules
-from actors.sampling.scores import Rewards
+from actors.sampling.services import Rewards
 from actors.scorer.policy_judges import PolicyJudges
 from areal.base.errors import UserError
 from areal.samples.table import Generation

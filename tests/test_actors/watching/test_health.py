@@ -10,8 +10,8 @@ from support.networks import keys_folder, network
 from actors.watching.health import UnhealthyError, until_healthy
 from areal.__main__ import main
 from areal.base.processes import KEYS
+from protocols.bus import Bus
 from protocols.membership_messages import Status
-from protocols.transport import Bus
 
 
 @pytest.fixture

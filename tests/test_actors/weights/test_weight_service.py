@@ -16,9 +16,9 @@ from areal.config.engine_sections import WeightsConfig
 from areal.storage import disk
 from areal.weights import chunks as weight_files
 from areal.weights.chunks import HeldVersion, Manifest, TornWeights
+from protocols.bus import Bus
 from protocols.bus_errors import RefusedError, StreamBrokenError
 from protocols.membership_messages import Member, Policy
-from protocols.transport import Bus
 from protocols.weight_messages import FetchWeights, WeightChunk
 
 PATIENCE = 60

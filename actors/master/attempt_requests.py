@@ -1,6 +1,4 @@
-"""Requests of rollout managers to the master."""
-
-import asyncio
+"""Requests about attempts at a group: leases, failures, and the reuse of the samples of earlier attempts."""
 
 import structlog
 
@@ -8,72 +6,27 @@ from actors.master import changes
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
 from areal.staleness.ledger import ReportAnswer
-from protocols.bus_errors import RefusedError
-from protocols.membership_messages import actor_name
-from protocols.messages import (
-    MAX_SERVED,
-    AddReward,
-    AskPermits,
+from protocols.attempt_messages import (
+    AskReuse,
     Cause,
-    Done,
     GroupFailed,
-    GroupStarted,
     LostLeases,
-    Permit,
-    Permits,
     RenewLeases,
+    ReuseAnswer,
     ScoringFailed,
 )
+from protocols.membership_messages import actor_name
+from protocols.messages import Done
 from protocols.transport import Request
 
 log = structlog.get_logger()
 
 
-class RolloutRequests(HandlesRequests):
-    """Answers rollout managers, and requests to change the weight of a reward."""
+class AttemptRequests(HandlesRequests):
+    """Answers rollout managers, evaluators and gateways, and the trainer that looks for samples to use again."""
 
     def __init__(self, run: RunControl) -> None:
         self._run = run
-        self._turn = asyncio.Lock()  # after a change only the first waiting asker looks
-
-    @handles(AskPermits)
-    async def ask_permits(self, request: Request[AskPermits]) -> Permits:
-        owner = self._run.member(request, "rollout_manager").identity
-        if not await self._run.park(request, self._run.admission.free_groups, self._turn):
-            return Permits(permits=())
-        self._run.member(request)  # the sender may have been removed while its request was parked
-        self._run.meter.begin()
-        count = min(request.message.count, self._run.admission.free_groups())
-        granted = self._run.ledger.admit(owner, count, self._run.now(), self._run.config.master.lease_seconds)
-        return Permits(
-            permits=tuple(
-                Permit(
-                    group=p.group_id,
-                    prompt_index=p.prompt_index,
-                    row=p.row,
-                    min_version=p.min_version,
-                    resumed=p.resumed,
-                    rewards=self._run.state.rewards_of(p.prompt_index),
-                )
-                for p in granted
-            )
-        )
-
-    @handles(AddReward)
-    async def add_reward(self, request: Request[AddReward]) -> Done:
-        name, weight = request.message.name, request.message.weight
-        served = {name for m in self._run.state.members.values() if m.role == "reward" for name in m.serves}
-        if name not in served | self._run.state.reward_names | {*self._run.config.judges}:
-            names = ", ".join(sorted(served)) or "none"
-            raise RefusedError(f"no actor serves {name!r} (served: {names}): start one, --role reward --reward {name}")
-        prompt = self._run.ledger.state.prompts.next_prompt
-        changed = self._run.state.rewards_of(prompt)
-        if len({*changed, name}) > MAX_SERVED:
-            raise RefusedError(f"the weights of at most {MAX_SERVED} rewards can be changed")
-        if changed.get(name) != weight:
-            self._run.state.emit(changes.RewardAdded(prompt=prompt, name=name, weight=weight))
-            log.info("a reward has a new weight", reward=name, weight=weight, first_prompt=prompt)
-        return Done()
 
     @handles(RenewLeases)
     async def renew_leases(self, request: Request[RenewLeases]) -> LostLeases:
@@ -82,12 +35,10 @@ class RolloutRequests(HandlesRequests):
         lost = self._run.ledger.leases.renew(owner, request.message.groups, self._run.now(), seconds)
         return LostLeases(groups=tuple(lost))
 
-    @handles(GroupStarted)
-    async def group_started(self, request: Request[GroupStarted]) -> Done:
-        owner = self._run.member(request, "rollout_manager", "gateway").identity
-        self._run.ledger.started(request.message.group, owner, request.message.start_version)
-        self._run.changed.notify()
-        return Done()
+    @handles(AskReuse)
+    async def ask_reuse(self, request: Request[AskReuse]) -> ReuseAnswer:
+        self._run.check_trainer(request)
+        return ReuseAnswer(oldest=self._run.ledger.reuse(request.message.group, request.message.versions))
 
     @handles(GroupFailed)
     async def group_failed(self, request: Request[GroupFailed]) -> Done:
