@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from areal.extensions.recipes.machine import machine
+
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[float]]:
     """Median over the rounds of above / below, and the least and the greatest."""
@@ -42,5 +44,6 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], r
 
 
 def write(results: Mapping[str, Any], file: Path | None) -> None:
+    """With the machine and the commit that they were made on."""
     if file:
-        file.write_text(json.dumps(results, indent=2) + "\n")
+        file.write_text(json.dumps({"made_on": machine()} | dict(results), indent=2) + "\n")
