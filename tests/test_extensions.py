@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import size
 
 from actors.start.preflight import check_extensions
 from areal.base import extensions
@@ -248,6 +249,13 @@ def test_each_extension_has_a_page_of_a_few_screens_whose_part_about_the_code_ha
     for folder in FOLDERS:
         page = (ROOT / folder / "README.md").read_text()
         assert len(page.splitlines()) <= 145 and len(page.rpartition("## In the code\n")[2].splitlines()) <= 60, folder
+
+
+def test_the_page_of_each_extension_says_about_how_many_lines_it_costs():
+    for folder in FOLDERS:
+        stated = re.search(r"\*\*Cost\.\*\* (?:About )?([\d,]+) lines", (ROOT / folder / "README.md").read_text())
+        assert stated, folder
+        assert int(stated[1].replace(",", "")) == pytest.approx(size.lines((ROOT / folder).rglob("*.py")), rel=0.1)
 
 
 PACKAGE = """

@@ -68,9 +68,9 @@ paths of the machine are replaced; prompts and completions stay: publish no reco
 An audit that finds other weights names the differences in processor and packages, and the step up to which the losses
 agree. Rounding differs between processors, and grows with the steps.
 
-`areal check-recipe FOLDER` runs a recipe with three seeds and compares the ends with its `expect.yaml`: accuracy,
-reward, `engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run leaves its band.
-`--write` writes the bands.
+`areal check-recipe FOLDER` runs a recipe with three seeds and compares the ends with its `expect.yaml`: accuracy and
+its rise (`gain`), reward, `engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run
+leaves its band. `--write` writes the bands.
 """
 BENCHMARKS = """
 ## Benchmarks
@@ -78,8 +78,8 @@ BENCHMARKS = """
 Ratios are medians over rounds, with the least and the greatest. `python tests/benchmarks/NAME.py --json
 docs/records/benchmarks/NAME.json` writes the linked file.
 
-| benchmark | compares | ratio | rounds |
-|---|---|---|---|
+| benchmark | compares | ratio | rounds | machine | commit |
+|---|---|---|---|---|---|
 """
 _COLUMNS = ("recipe", "result", "before", "band", "staleness (bound)", "minutes", "curve", "model, data")
 _COLUMNS += ("steps x samples", "machine", "commit", "files")
@@ -121,12 +121,16 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield curve(seeds[0]["curve"])
     yield f"{figures['model']}, {figures['data']}"
     yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-    yield f"{made_on['gpus'] or str(made_on['cores']) + ' cores of ' + made_on['processor']}, {made_on['instructions']}"
+    yield _machine(made_on)
     yield made_on["commit"]
     links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
     if figures["record"] and (RECORDS / figures["record"]).exists():
         links.append(f"[record]({REPOSITORY}/{figures['record']})")
     yield ", ".join(links)
+
+
+def _machine(made_on: Mapping[str, Any]) -> str:
+    return f"{made_on['gpus'] or str(made_on['cores']) + ' cores of ' + made_on['processor']}, {made_on['instructions']}"
 
 
 def mean_text(values: Sequence[float | None]) -> str:
@@ -165,7 +169,8 @@ def _benchmarks() -> Iterator[str]:
                 low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
                 spread = f" ({low:.2f} to {high:.2f})" if low else ""
                 link = f"[{name}]({REPOSITORY}/benchmarks/{name}.json)"
-                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures)} |\n")
+                place = f"{_machine(figures['made_on'])} | {figures['made_on']['commit']}"
+                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures)} | {place} |\n")
     if rows:
         yield BENCHMARKS
         yield from rows

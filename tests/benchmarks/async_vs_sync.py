@@ -19,14 +19,13 @@ goes on with the same command.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from results import kept_runs, ratio
+from results import kept_runs, ratio, write
 from rich.console import Console
 from rich.table import Table
 from runs import SMALL, run
@@ -140,8 +139,7 @@ class Benchmark:
 
     def _keep(self, figures: dict[str, Any]) -> None:
         self._runs.append(figures)
-        results = {"setting": self._setting, **self._summary(), "runs": self._runs}
-        self._options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write({"setting": self._setting, **self._summary(), "runs": self._runs}, self._options.json)
         self._console.print(", ".join(f"{key} {show(value)}" for key, value in figures.items()), soft_wrap=True)
 
     def _summary(self) -> dict[str, Any]:

@@ -9,13 +9,12 @@ are made in pairs, one after the other, with the machine to themselves, in turns
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results import ratio
+from results import ratio, write
 from rich.console import Console
 from rich.table import Table
 from runs import SMALL, run
@@ -37,8 +36,7 @@ def main() -> None:
                 console.print(runs[-1], soft_wrap=True)
     results = summarise(runs)
     console.print(table(results))
-    if options.json:
-        options.json.write_text(json.dumps(results | {"runs": runs}, indent=2) + "\n")
+    write(results | {"runs": runs}, options.json)
 
 
 def parse() -> argparse.Namespace:

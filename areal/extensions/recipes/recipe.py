@@ -75,7 +75,7 @@ class RunRecipe:
             lines.append(f"staleness {run['staleness']} is over its bound {run['bound']}")
         lines += [f"alert: {alert}" for alert in run["alerts"]]
         for name, band in self.bands.items() if not quick else ():
-            value = run.get(name)
+            value = _figure(run, name)
             low, high = band.get("low", -math.inf), band.get("high", math.inf)
             elsewhere = name == "minutes" and run["made_on"]["processor"] != self.runs.get("processor")
             if not elsewhere and (value is None or not low <= value <= high):
@@ -107,9 +107,12 @@ def figures(record: Record) -> dict[str, Any]:
 def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the bands of finished runs with different seeds, by figure. A figure that a run lacks has no band."""
     result = {}
-    for name in ("accuracy", "reward", *TIMES):
-        values = [run[name] for run in runs]
+    for name in ("accuracy", "gain", "reward", *TIMES):
+        values = [_figure(run, name) for run in runs]
         if None in values:
+            continue
+        if name == "gain":  # few seeds give a wide band, which a run that learned nothing may end in
+            result |= {name: {"low": 0.0}} if min(values) > 0 else {}
             continue
         if name in TIMES:
             result[name] = {"high": float(f"{TIMES[name] * max(values):.2g}")}
@@ -118,11 +121,22 @@ def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         least = max(run["standard_error"] or 0.0 for run in runs) if name == "accuracy" else 0.0
         reach = _T.get(len(values) - 1, 2.0) * max(statistics.stdev(values), least) * math.sqrt(1 + 1 / len(values))
         mean = statistics.fmean(values)
-        result[name] = {"mean": round(mean, 3), "low": round(mean - reach, 3), "high": round(mean + reach, 3)}
+        low, high = mean - reach, mean + reach
+        low, high = (max(low, 0.0), min(high, 1.0)) if name == "accuracy" else (low, high)
+        result[name] = {"mean": round(mean, 3), "low": round(low, 3), "high": round(high, 3)}
     return result
 
 
+def _figure(run: Mapping[str, Any], name: str) -> Any:
+    """Return a figure of a run. `gain` is the rise of the accuracy over the run."""
+    if name != "gain" or run.get("accuracy") is None:
+        return run.get(name)
+    return run["accuracy"] - run["accuracy_before"]
+
+
 def band_text(band: Mapping[str, float]) -> str:
+    if "high" not in band:
+        return f"at least {band['low']:.2g}"
     return f"{band['low']:.3g} to {band['high']:.3g}" if "low" in band else f"at most {band['high']:.2g}"
 
 

@@ -368,15 +368,16 @@ def test_a_step_of_an_engine_has_the_tokens_that_vllm_takes_for_throughput():
 
 
 @pytest.mark.parametrize(
-    ("memory", "sentence"),
+    ("memory", "trainer", "sentence"),
     [
-        (10, "raise generator.tensor_parallel"),
-        (24, r"Training does not fit: on 1 devices each .* take trainer.offload=optimizer, trainer.lora, more"),
+        (10, {}, "raise generator.tensor_parallel"),
+        (24, {}, r"Training does not fit: on 1 devices each .* take trainer.offload=optimizer, trainer.lora, more"),
+        (24, {"offload": "optimizer"}, r"Training does not fit: on 1 devices each .* take trainer.lora, more"),
     ],
 )
-def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
+def test_what_does_not_fit_is_told_with_what_to_do(memory, trainer, sentence):
     with pytest.raises(UserError, match=sentence):
-        Planner(config(), LARGE, Workload(1, 1, 512, 500, 1024), 2, memory * GIB).plan()
+        Planner(config(trainer=trainer), LARGE, Workload(1, 1, 512, 500, 1024), 2, memory * GIB).plan()
 
 
 # --- the tool

@@ -20,7 +20,8 @@ EXAMPLES = sorted((ROOT / "configs" / "examples").iterdir())
 
 
 def ended(seed: int, **figures: object) -> dict[str, object]:
-    usual = {"ok": True, "accuracy": 0.7, "standard_error": 0.01, "reward": 0.6, "staleness": 4, "bound": 4}
+    usual = {"ok": True, "accuracy": 0.7, "accuracy_before": 0.64, "standard_error": 0.01, "reward": 0.6}
+    usual |= {"staleness": 4, "bound": 4}
     usual |= {"engine_gap": 1e-6, "minutes": 2.0, "alerts": [], "made_on": machine() | {"commit": "abc"}}
     return usual | {"seed": seed} | figures
 
@@ -47,7 +48,7 @@ def test_a_band_is_where_one_more_seed_ends_and_is_no_narrower_than_what_was_eva
     [
         ({}, ""),
         ({"accuracy": 0.5}, "accuracy is 0.5, not 0.601 to 0.799"),
-        ({"accuracy": None}, "accuracy is missing"),
+        ({"accuracy": 0.65, "accuracy_before": 0.66}, "gain is -0.01, not at least 0"),
         ({"engine_gap": 1e-3}, "engine_gap is 0.001, not at most 1e-05"),
         ({"staleness": 5}, "staleness 5 is over its bound 4"),
         ({"alerts": ["Collapse"]}, "alert: Collapse"),
@@ -59,6 +60,17 @@ def test_a_band_is_where_one_more_seed_ends_and_is_no_narrower_than_what_was_eva
 def test_a_run_that_ends_otherwise_is_told_apart(recipe, change, sentence):
     lines = recipe.faults(ended(7, **change))
     assert len(lines) == bool(sentence) and sentence in "".join(lines)
+
+
+def test_a_recipe_whose_runs_all_rose_expects_a_rise_and_no_accuracy_outside_of_0_and_1():
+    wide = bands([ended(seed, accuracy=accuracy) for seed, accuracy in enumerate((0.65, 0.9, 0.99))])
+    assert (wide["accuracy"]["low"], wide["accuracy"]["high"], wide["gain"]) == (0.051, 1.0, {"low": 0.0})
+    assert "gain" not in bands([ended(seed, accuracy=accuracy) for seed, accuracy in enumerate((0.6, 0.9, 0.99))])
+
+
+def test_a_run_without_the_figures_of_a_recipe_is_told_apart(recipe):
+    lines = recipe.faults(ended(7, accuracy=None))
+    assert lines == ["accuracy is missing, not 0.601 to 0.799", "gain is missing, not at least 0"]
 
 
 def test_bands_of_fewer_than_three_seeds_and_unknown_keys_are_refused(recipe, tmp_path):
