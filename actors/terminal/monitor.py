@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from actors.runtime.membership import HEARTBEAT_SECONDS
 from actors.watching.run_status import status_of
 from areal.base.text import duration, shown
 from protocols.bus import Bus, Subscriber
@@ -173,6 +174,8 @@ def _filtered(metrics: dict[str, Any]) -> str:
 
 def _rate(metrics: dict[str, Any], key: str) -> str:
     """Return the count `key` of a step, per second."""
+    if not metrics[key] and metrics["step_seconds"] < HEARTBEAT_SECONDS:
+        return "–"  # no heartbeat, which brings the count, came within the step
     return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
 
 

@@ -321,6 +321,9 @@ def configuration_to_resume(
     if config.steps < trained:
         raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
+    if config.trainer.dtype == "auto":  # resolved when the run began, perhaps on another machine
+        trainer = config.trainer.model_copy(update={"dtype": stored.trainer.dtype})
+        config = config.model_copy(update={"trainer": trainer})
     models = [[c.model, c.trainer.reference, *(s.model for s in c.scorers.values())] for c in (config, stored)]
     if models[0] != models[1]:
         config = with_folders(config)

@@ -35,6 +35,7 @@ RATIOS = {
         "ratio_arrays": "arrays of 1 MiB / pyzmq with CURVE",
     },
     "sandbox": {"ratio": "programs in the sandbox / bare"},
+    "weights": {"ratio": "seconds of a plain file copy / of a hand-over by stream, 135M parameters"},
 }
 INTRODUCTION = """\
 # Results
@@ -167,19 +168,22 @@ def _benchmarks() -> Iterator[str]:
         for key, what in ratios.items():
             if figures.get(key) is not None:
                 low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
-                spread = f" ({low:.2f} to {high:.2f})" if low else ""
+                spread = f" ({low:.2f} to {high:.2f})" if low != high else ""
                 link = f"[{name}]({REPOSITORY}/benchmarks/{name}.json)"
                 place = f"{_machine(figures['made_on'])} | {figures['made_on']['commit']}"
-                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures)} | {place} |\n")
+                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures, key)} | {place} |\n")
     if rows:
         yield BENCHMARKS
         yield from rows
 
 
-def _rounds(figures: Mapping[str, Any]) -> str:
-    """How often it was measured, where its file says so."""
-    seeds = {run.get("seed") for run in figures.get("runs") or () if isinstance(run, dict)}
-    return str(len(seeds) or figures.get("rounds") or "")
+def _rounds(figures: Mapping[str, Any], key: str) -> str:
+    """How often a ratio was measured, where its file says so."""
+    if key != "ratio" or "best" in figures:  # those of `vs_trl` have rounds of their own
+        best = figures.get(key.replace("ratio", "best"))
+        return str(figures["rows"][best]["rounds"]) if best else str(figures.get("rounds", ""))
+    seeds = {run["seed"] for run in figures.get("runs") or () if run.get("seed") is not None}
+    return str(figures.get("rounds") or len(seeds) or "")
 
 
 if __name__ == "__main__":

@@ -353,7 +353,7 @@ def compare(options: argparse.Namespace) -> None:
     }
     small = {neighbour: min(by[measure] for measure in SMALL) for neighbour, by in ratios.items()}
     arrays = min(ratios[Curve.name][measure] for measure in ARRAYS)
-    results = {"ratio": small[Pyzmq.name][0], "spread": small[Pyzmq.name][1]}
+    results = {"rounds": options.rounds, "ratio": small[Pyzmq.name][0], "spread": small[Pyzmq.name][1]}
     results |= {"ratio_arrays": arrays[0], "spread_arrays": arrays[1]}
     if ray:
         results |= {"ratio_ray": small[RayActor.name][0], "spread_ray": small[RayActor.name][1]}

@@ -220,7 +220,8 @@ def main() -> None:
         [[name, median(results), min(results), max(results)] for name, results in rates.items()],
         [f"system / {baseline} {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})"],
     )
-    write({"ratio": share, "spread": spread, "baseline": baseline, "tokens_per_second": rates}, options.json)
+    results = {"ratio": share, "spread": spread, "rounds": options.rounds, "baseline": baseline}
+    write(results | {"tokens_per_second": rates}, options.json)
 
 
 def parse() -> argparse.Namespace:

@@ -124,7 +124,7 @@ def main() -> None:
         [],
     )
     value, spread = ratios["Python, stdin"]
-    write({"ratio": value, "spread": spread, "rows": rows}, options.json)
+    write({"ratio": value, "spread": spread, "rounds": options.rounds, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ def test_the_time_left_is_that_of_the_steps_to_come_and_is_left_out_where_there_
     assert "left" not in drawn(metrics={})[0]
 
 
+def test_a_step_that_no_heartbeat_fell_into_shows_no_rate_of_generation():
+    short = step(3, tokens_generated=0, step_seconds=0.3)
+    assert "  – tok/s generated, " in monitor.step_line(short, 10, 4)
+    assert "  0 tok/s generated, " in monitor.step_line(short | {"step_seconds": 3.0}, 10, 4)
+
+
 def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
     def samples(**scores: float) -> list[dict[str, Any]]:
         return [{"prompt": p, "completion": f"{p}!", "answer": p, "score": score} for p, score in scores.items()]

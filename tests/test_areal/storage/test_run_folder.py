@@ -436,6 +436,17 @@ def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file)
     assert configuration_to_resume(begun, None, []) == changed
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_in_the_precision_that_it_began_with_if_its_file_says_auto(begun, config, file, dtype):
+    trainer = config.trainer.model_copy(update={"dtype": dtype})
+    RunFolder(config.model_copy(update={"trainer": trainer}))
+    for source, overrides in ((None, []), (None, ["trainer.dtype=auto"]), (file, [])):
+        assert configuration_to_resume(begun, source, overrides).trainer.dtype == dtype
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    with pytest.raises(UserError, match=f"^trainer.dtype was '{dtype}' .* cannot become '{other}'"):
+        configuration_to_resume(begun, file, [f"trainer.dtype={other}"])
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [

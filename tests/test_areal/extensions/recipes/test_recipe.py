@@ -47,7 +47,7 @@ def test_a_band_is_where_one_more_seed_ends_and_is_no_narrower_than_what_was_eva
     ("change", "sentence"),
     [
         ({}, ""),
-        ({"accuracy": 0.5}, "accuracy is 0.5, not 0.601 to 0.799"),
+        ({"accuracy": 0.5, "accuracy_before": 0.4}, "accuracy is 0.5, not 0.601 to 0.799"),
         ({"accuracy": 0.65, "accuracy_before": 0.66}, "gain is -0.01, not at least 0"),
         ({"engine_gap": 1e-3}, "engine_gap is 0.001, not at most 1e-05"),
         ({"staleness": 5}, "staleness 5 is over its bound 4"),
@@ -64,7 +64,7 @@ def test_a_run_that_ends_otherwise_is_told_apart(recipe, change, sentence):
 
 def test_a_recipe_whose_runs_all_rose_expects_a_rise_and_no_accuracy_outside_of_0_and_1():
     wide = bands([ended(seed, accuracy=accuracy) for seed, accuracy in enumerate((0.65, 0.9, 0.99))])
-    assert (wide["accuracy"]["low"], wide["accuracy"]["high"], wide["gain"]) == (0.051, 1.0, {"low": 0.0})
+    assert (wide["accuracy"]["low"], wide["accuracy"]["high"], wide["gain"]) == (0.0, 1.0, {"low": 0.0})
     assert "gain" not in bands([ended(seed, accuracy=accuracy) for seed, accuracy in enumerate((0.6, 0.9, 0.99))])
 
 
