@@ -131,7 +131,7 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _machine(made_on: Mapping[str, Any]) -> str:
-    return f"{made_on['gpus'] or str(made_on['cores']) + ' cores of ' + made_on['processor']}, {made_on['instructions']}"
+    return f"{made_on['gpus'] or str(made_on['cores']) + '×' + made_on['processor']}, {made_on['instructions']}"
 
 
 def mean_text(values: Sequence[float | None]) -> str:
