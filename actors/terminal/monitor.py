@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from actors.runtime.membership import HEARTBEAT_SECONDS
 from actors.watching.run_status import status_of
 from areal.base.text import duration, shown
 from protocols.bus import Bus, Subscriber
@@ -23,6 +22,8 @@ ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first evaluation.
 EVALUATIONS_SHOWN = 3
+# Counts come with heartbeats, one a second: a shorter step may have none.
+COUNTED_SECONDS = 1.0
 BAR = 30  # characters of the progress bar
 STYLES = {"healthy": "green", "starting": "dim"}
 
@@ -174,8 +175,8 @@ def _filtered(metrics: dict[str, Any]) -> str:
 
 def _rate(metrics: dict[str, Any], key: str) -> str:
     """Return the count `key` of a step, per second."""
-    if not metrics[key] and metrics["step_seconds"] < HEARTBEAT_SECONDS:
-        return "–"  # no heartbeat, which brings the count, came within the step
+    if not metrics[key] and metrics["step_seconds"] < COUNTED_SECONDS:
+        return "–"
     return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
 
 
