@@ -106,7 +106,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the bands of finished runs with different seeds, by figure. A figure that a run lacks has no band."""
-    result = {}
+    result: dict[str, dict[str, float]] = {}
     for name in ("accuracy", "gain", "reward", *TIMES):
         values = [_figure(run, name) for run in runs]
         if None in values:
