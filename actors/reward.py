@@ -16,10 +16,10 @@ import structlog
 from actors.runtime.membership import Membership
 from actors.sampling.flows import PART_BYTES
 from actors.sampling.serving import Serving
+from areal.rewards.functions import Result
 from areal.rewards.lookup import NO_OPTIONS
 from areal.rewards.pool import RewardPool
-from areal.rewards.result import Result
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.worker import RewardFailed
 from areal.samples.table import Tokens
 from protocols.bus_errors import HarmfulError, RefusedError
 from protocols.messages import Completion, Scored

@@ -37,7 +37,7 @@ def report(tree: Path) -> str:
 # By contract: lines that break it, by the module in which they are, and how they are reported if not so.
 BREAKS: dict[str, tuple[dict[str, str], str]] = {
     "Protocols import neither": ({"protocols.bus_errors": "areal.config"}, ""),
-    "The library imports no actors": ({"areal.rewards.result": "actors.reward"}, ""),
+    "The library imports no actors": ({"areal.rewards.functions": "actors.reward"}, ""),
     "Rooms of the library": (
         {"areal.rewards.pool": "areal.workflows.session", "areal.storage.journal": "areal.extensions.desk.report"},
         "- areal.attic",  # a room without a place on the map

@@ -37,7 +37,7 @@ from areal.extensions.agents import mcp_tools
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.training import Tokens
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.named_workflows import resolve_workflow
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
 ON_CPUS = ("own_reward", "own_loss", "difficulty", "feedback", "openai_agent", "distillation", "repositories", "dots")

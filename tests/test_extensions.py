@@ -305,7 +305,7 @@ from areal.rewards.lookup import resolve
 from areal.config.reading import CONFIGS
 from areal.extensions.trackers.tracking import Tracker, TrackingProcess, open_sinks
 from areal.storage.records import line_of
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.named_workflows import resolve_workflow
 from fakes.quiet_master import QuietMaster
 from protocols.security import make_keys
 

@@ -23,7 +23,7 @@ from areal.rewards.functions import RewardFunction
 from areal.rewards.lookup import of_object
 from areal.storage.claim import check_room, claim
 from areal.storage.disk import replace
-from areal.workflows.builtin import bound_workflow
+from areal.workflows.named_workflows import bound_workflow
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
 # The keys of a run without a configuration: required keys, and keys with a better value for a first try.

@@ -13,9 +13,8 @@ from typing import Any, Self
 from areal.base.errors import explain
 from areal.base.text import error_text, place_in
 from areal.config.scoring import RewardConfig
-from areal.rewards.functions import RewardFunction
-from areal.rewards.result import Result, RewardError
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.functions import Result, RewardError, RewardFunction
+from areal.rewards.worker import RewardFailed
 from areal.samples.table import Tokens
 
 

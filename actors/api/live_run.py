@@ -30,7 +30,7 @@ from areal.storage.claim import claimed_address
 from areal.storage.record import Record
 from areal.storage.records import new_steps
 from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
-from areal.workflows.builtin import bound_workflow
+from areal.workflows.named_workflows import bound_workflow
 from protocols.membership_messages import AddReward, AskStatus
 
 P = ParamSpec("P")

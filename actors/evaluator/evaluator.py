@@ -38,7 +38,7 @@ from areal.config.roles import ROLES
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Workflow
+from areal.workflows.named_workflows import Workflow
 from protocols.bus_errors import text_of
 from protocols.evaluation_messages import (
     AskEvaluation,

@@ -24,7 +24,7 @@ from areal.extensions.agents.openai_api import (
 )
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores
-from areal.workflows.conversation import keep_until_text
+from areal.workflows.turn_ends import keep_until_text
 
 MOST_PROMPTS = 128
 # vLLM's default limit of alternatives with log-probs.

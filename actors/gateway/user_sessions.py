@@ -29,7 +29,7 @@ from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, Ch
 from areal.extensions.agents.openai_endpoint import OpenSample
 from areal.samples.table import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
-from areal.workflows.conversation import Keep
+from areal.workflows.turn_ends import Keep
 from protocols.bus_errors import BusError
 from protocols.session_messages import SessionGroup
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.config.engine_sections import SamplingConfig
-from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_process import EngineStats
 from areal.generation.engine_weights import LoadTimes
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores

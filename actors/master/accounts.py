@@ -8,7 +8,7 @@ from typing import Any
 from actors.master.run_state import RunState
 from actors.runtime.actor import Ending
 from areal.config import Config
-from areal.rewards.result import mean_parts
+from areal.rewards.functions import mean_parts
 from areal.staleness.ledger import RunEnded, Waiting
 from areal.staleness.ledger_state import EXPIRED, ZERO_SIGNAL, Batch, GroupState, StepRecord
 from areal.storage.events import COUNTERS

@@ -40,7 +40,7 @@ from areal.data.history import History
 from areal.data.prompt_sources import PromptSource
 from areal.data.samplers import open_sampler, safe_choice
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_snapshot import snapshot_of, state_of
+from areal.staleness.ledger_records import event_of, event_record, snapshot_of, state_of
 from areal.staleness.ledger_state import (
     BY_USERS,
     Admitted,
@@ -52,8 +52,6 @@ from areal.staleness.ledger_state import (
     Opened,
     Renewed,
     Requeued,
-    event_of,
-    event_record,
 )
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal

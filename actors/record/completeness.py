@@ -7,6 +7,7 @@ from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.prompt_sources import PromptSource
+from areal.data.sources import summary_of
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_files import METRICS
 from areal.storage.run_folder import compare_record, keep_changes, lost_metrics
@@ -37,7 +38,7 @@ def check_record(config: Config, from_step: int | None = None, agreed: bool = Fa
 def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:
     """Compare the rows with the rows at the run's beginning. Raises UserError if the number of rows differs, since an
     index would mean a different row; logs a warning if only the contents differ."""
-    now = source.summary()
+    now = summary_of(source)
     at_first = journal.note("data", now) if now else now
     first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]
     if first_rows != rows:

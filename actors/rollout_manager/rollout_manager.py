@@ -24,9 +24,10 @@ from actors.runtime.membership import Membership
 from actors.sampling.sampling import Prompts, RowActor, Sampling
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
-from areal.generation.routing import groups_that_fit, plan_moves
+from areal.generation.moves import plan_moves
+from areal.generation.routing import groups_that_fit
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Workflow
+from areal.workflows.named_workflows import Workflow
 from protocols.attempt_messages import LostLeases, RenewLeases
 from protocols.membership_messages import LoadColumns
 from protocols.messages import AskPermits, Permit, Permits

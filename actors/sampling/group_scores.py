@@ -7,7 +7,7 @@ from typing import Protocol
 from actors.sampling.jobs import SampleFailed, ended
 from actors.sampling.services import Rewards
 from areal.data.rows import Row, prompt_text
-from areal.rewards.result import Result, all_scored
+from areal.rewards.functions import Result, all_scored
 
 
 class Sibling(Protocol):

@@ -17,11 +17,12 @@ from actors.sampling.flows import Choose, Job
 from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig
-from areal.rewards.pool import Quarantine, digest
-from areal.rewards.result import Result, RewardError
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.functions import Result, RewardError
+from areal.rewards.pool import digest
+from areal.rewards.quarantine import Quarantine
+from areal.rewards.worker import RewardFailed
 from areal.samples.table import Finish, Generation, TokenTable, split
-from areal.workflows.conversation import Keep
+from areal.workflows.turn_ends import Keep
 from protocols.attempt_messages import Cause
 from protocols.bus_errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.membership_messages import Member, actor_name
@@ -131,7 +132,7 @@ class SampleState:
 
 
 class Call(Job):
-    """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: if a
+    """A call of a sample to the policy (areal.generation.moves.Sequence). All tokens that arrive are kept: if a
     generator is lost, another generator continues from the last token. Calls with the same prompt send the prompt once.
 
     limit: the most tokens to sample. pictures: the names of the prompt's pictures, in order. keep: gets all tokens of

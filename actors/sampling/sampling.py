@@ -19,7 +19,7 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Workflow, resolve_workflow
+from areal.workflows.named_workflows import Workflow, resolve_workflow
 from protocols.attempt_messages import Cause, ScoringFailed
 from protocols.bus_errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.membership_messages import ConnectionLost, Member, Work

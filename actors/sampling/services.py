@@ -14,7 +14,7 @@ from actors.sampling.tokens_job import TokensJob
 from areal.base import extensions
 from areal.config import Config
 from areal.data.rows import Row
-from areal.rewards.result import Result, overlong_penalty
+from areal.rewards.functions import Result, overlong_penalty
 from areal.samples.trajectory import TokenScores, Trajectory
 from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.workflows.conversation import begin

@@ -17,14 +17,14 @@ from actors.sampling.services import Services
 from areal.base.errors import UserError, explain
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row, prompt_text
-from areal.rewards.result import all_scored, combined
+from areal.rewards.functions import all_scored, combined
 from areal.samples.pictures import find
 from areal.samples.table import Generation, Tokens
 from areal.samples.trajectory import Trajectory
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
 from areal.workflows.chat_templates import Message, parts_of
-from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
+from areal.workflows.turn_ends import Keep, first_of, keep_until_text
 from protocols.membership_messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}

@@ -13,7 +13,7 @@ from actors.sampling.services import Dispatcher
 from actors.scorer.run_judges import judge_by
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.table import Generation
 from areal.workflows.conversation import Conversation, user
 

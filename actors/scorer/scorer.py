@@ -28,9 +28,9 @@ from areal.base.errors import explain
 from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import SCORER
 from areal.data.rows import chat_of
-from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_process import EngineStats
 from areal.generation.generation_engine import GenerationEngine
-from areal.rewards.result import Result, RewardError, as_score
+from areal.rewards.functions import Result, RewardError, as_score
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import TokenScores

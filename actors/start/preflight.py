@@ -41,12 +41,12 @@ from areal.models import (
 from areal.rewards import lookup as rewards
 from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
 from areal.storage.claim import can_be_made
-from areal.training.algorithms.advantages import compares_group, rehearse_estimator
+from areal.training.algorithms.estimators import compares_group, rehearse_estimator
 from areal.weights.model_files import model_files, weight_sizes
-from areal.workflows.builtin import rehearse as rehearse_workflow
-from areal.workflows.builtin import resolve_workflow, texts_of
-from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
-from areal.workflows.conversation import check_shown, user
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate, check_shown
+from areal.workflows.conversation import user
+from areal.workflows.named_workflows import rehearse as rehearse_workflow
+from areal.workflows.named_workflows import resolve_workflow, texts_of
 
 # The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
 QUICKSTART_CONTEXT = 512

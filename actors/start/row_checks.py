@@ -20,7 +20,7 @@ from areal.rewards.first_call import check_own_rewards
 from areal.rewards.lookup import hook
 from areal.samples.pictures import find
 from areal.samples.tokenizer import missing_character
-from areal.workflows import builtin as workflows
+from areal.workflows import named_workflows as workflows
 from areal.workflows.conversation import begin
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.

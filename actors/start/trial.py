@@ -40,14 +40,15 @@ from areal.generation.engine_process import EngineError
 from areal.generation.generation_engine import GenerationEngine
 from areal.models import resolve_model
 from areal.rewards import lookup as rewards
+from areal.rewards.functions import Result
 from areal.rewards.pool import RewardPool
-from areal.rewards.result import Result
 from areal.samples.pictures import find
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import resolve_workflow
-from areal.workflows.conversation import check_shown, user
+from areal.workflows.chat_templates import check_shown
+from areal.workflows.conversation import user
+from areal.workflows.named_workflows import resolve_workflow
 
 # Without --config. A run has to set all of this but the workflow.
 DEFAULTS: dict[str, Any] = {"steps": 1, "batch_size": 8, "group_size": 8, "sampling": {"max_new_tokens": 1024}}

@@ -14,7 +14,7 @@ from actors.trainer.unfinished_samples import UnfinishedSamples, check_holder
 from areal.base import extensions
 from areal.base.errors import explain
 from areal.config import Config
-from areal.rewards.result import mean_parts
+from areal.rewards.functions import mean_parts
 from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Group, Note, Trajectory, check_kept_words, samples_of
 from areal.storage.rollouts import RolloutWriter

@@ -11,7 +11,7 @@ from rich.tree import Tree
 
 from areal.base.text import shown
 from areal.extensions.agents.parsers import Parsed
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.table import Generation
 from areal.samples.trajectory import Branch, Trajectory, paths
 

@@ -17,10 +17,10 @@ from actors.watching.answers import answer, page
 from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.account import notation
+from areal.extensions.desk.pieces import pieces
 from areal.extensions.desk.rollout_queries import Rollouts, condition, picture_shown, pictures_of
 from areal.extensions.desk.run_view import finite
 from areal.samples.tokenizer import token_texts
-from areal.samples.trajectory import pieces
 from areal.storage.record import Record
 
 ROWS = 50

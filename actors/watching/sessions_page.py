@@ -11,7 +11,7 @@ from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.audit import read_journal
 from areal.extensions.desk.run_view import finite
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from areal.staleness.ledger_state import LedgerError
 from areal.storage.record import Record
 

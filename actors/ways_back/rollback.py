@@ -31,7 +31,8 @@ from areal.storage.journal import Journal
 from areal.storage.records import move_records
 from areal.storage.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
-from areal.storage.spool import Spool, SpoolError, SpoolPart
+from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool_file import SpoolError
 
 ABANDONED = "abandoned"
 # A spool with the samples of users whose acknowledged rewards are undone.

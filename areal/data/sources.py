@@ -1,10 +1,13 @@
 """Opens sources of prompts: files, data sets, generated tasks, benchmarks, and mixtures of sources."""
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -16,12 +19,13 @@ from areal.base.hub import reach_hub
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig
 from areal.data import addition
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
-from areal.data.prompt_sources import Draw, Mixture, OneSource, PromptSource, Table, problem_of
-from areal.data.row_reading import make_row
+from areal.data.prompt_sources import Draw, OneSource, PromptSource, Table, make_row, problem_of
 from areal.data.rows import Row
 
 # The number of rows after which a mixture with weights has exactly the given proportions.
 BLOCK_ROWS = 1000
+# The number of rows that are compared with the rows at the beginning of a run.
+DIGESTED_ROWS = 1000
 
 
 def open_source(config: RowsConfig, seed: int) -> PromptSource:
@@ -260,3 +264,53 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
             raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")
         dataset = dataset[split]
     return table(config, with_files(dataset), what)
+
+
+class Mixture(PromptSource):
+    """The rows of several sources, in blocks. A block has counts[k] rows of sources[k], in a shuffled order. If
+    `by_epoch`, a block is an epoch with every row of every source once; otherwise the mixture is endless."""
+
+    def __init__(self, sources: Sequence[OneSource], counts: Sequence[int], by_epoch: bool, seed: int) -> None:
+        held_out = [row for source in sources for row in source.held_out]
+        super().__init__([dataclasses.replace(row, index=i) for i, row in enumerate(held_out)])
+        self.size = sum(counts) if by_epoch else None
+        sizes = [source.rows for source in sources]
+        self.rows = None if None in sizes else sum(size or 0 for size in sizes)
+        self.shares = [float(count) for count in counts]
+        self._sources = sources
+        self._counts = counts
+        self._seed = seed
+        # A sampler may use several blocks at a time, as many as there are sources.
+        self._block = functools.lru_cache(maxsize=2 + len(sources))(self._mixed)
+
+    def key(self, index: int) -> int:
+        which, number = self._place(index)
+        return self._sources[which].key(number) * len(self._sources) + which
+
+    def _row(self, index: int) -> Row:
+        which, number = self._place(index)
+        return self._sources[which].row(number)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the source of a training index, and the training index within the source."""
+        block, position = divmod(index, sum(self._counts))
+        which, number = self._block(block)[position]
+        return which, block * self._counts[which] + number
+
+    def _mixed(self, block: int) -> list[tuple[int, int]]:
+        """For each row of the block, return the source, and the number among the source's rows in the block."""
+        places = [(which, number) for which, count in enumerate(self._counts) for number in range(count)]
+        Random(f"{self._seed}/block/{block}").shuffle(places)
+        return places
+
+
+def summary_of(source: PromptSource) -> str:
+    """Return the number of rows of an epoch and a digest of some rows; empty if the source is endless."""
+    if not source.size:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for index in range(0, source.size, -(-source.size // DIGESTED_ROWS)):
+        with suppress(UserError):  # the row is discarded when it is used
+            row = source.row(index)
+            digest.update(json.dumps([problem_of(row.prompt), row.answer], default=lambda value: "").encode())
+    return f"{source.size} {digest.hexdigest()}"

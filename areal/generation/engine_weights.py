@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config.engine_sections import GeneratorConfig
-from areal.generation.engine_process import EngineError, EngineProcess
-from areal.generation.engine_sequences import EngineSequences
+from areal.generation.engine_process import EngineError, EngineProcess, EngineSequences
 from areal.generation.offered_weights import EngineModel, WeightLoadError, check_offer, check_shapes
 
 FINISH = "finish_weight_update"  # the last call of a direct transfer

@@ -29,8 +29,14 @@ import numpy as np
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.config.trainer_section import LoraConfig
 from areal.devices import visible_devices
-from areal.generation.engine_process import CLOSE_SECONDS, EngineError, EngineProcess
-from areal.generation.engine_sequences import EngineSequence, EngineSequences, EngineStats
+from areal.generation.engine_process import (
+    CLOSE_SECONDS,
+    EngineError,
+    EngineProcess,
+    EngineSequence,
+    EngineSequences,
+    EngineStats,
+)
 from areal.generation.engine_start import EngineUse, start_core
 from areal.generation.engine_weights import ADAPTER, EngineWeights
 from areal.generation.offered_weights import EngineModel, read_model_folder

@@ -6,6 +6,6 @@ for the interface; then `pool.py`, which runs rewards in worker processes. `look
 The names in `__all__` are public, for use in custom rewards. A reward that is a plain function needs none of them.
 """
 
-from areal.rewards.result import Result, RewardError
+from areal.rewards.functions import Result, RewardError
 
 __all__ = ["Result", "RewardError"]

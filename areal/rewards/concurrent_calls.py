@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
-from areal.rewards.result import Result
-from areal.rewards.worker_processes import GONE, RewardFailed, WorkerProcess
+from areal.rewards.functions import Result
+from areal.rewards.worker import GONE, RewardFailed, WorkerProcess
 
 # How long a worker may take to cancel a call.
 CANCEL_SECONDS = 5.0

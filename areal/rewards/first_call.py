@@ -12,7 +12,7 @@ from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row, prompt_text
 from areal.rewards.pool import RewardPool
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.worker import RewardFailed
 
 # Longer calls are not waited for: a reward may load a model, or ask a model.
 SECONDS = 20.0

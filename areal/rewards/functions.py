@@ -1,4 +1,4 @@
-"""Reward functions: their interface, and the built-in `exact_match`. A reward is a function
+"""Reward functions: their interface, their results, and the built-in `exact_match`. A reward is a function
 
     def reward(prompt: str, completion: str, row: dict) -> float: ...
 
@@ -31,13 +31,30 @@ raises UserError if the reward cannot work on this machine; `flaws(rows)` return
 reward cannot score; `examine(config, rows)` looks at the rows of `rows()`, and raises UserError or prints a note.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
+from areal.base.errors import explain
 from areal.data.rows import without
-from areal.rewards.result import Result, RewardError, as_result, as_results
+from areal.samples.trajectory import LARGEST_REWARD
+
+T = TypeVar("T")
+
+
+class RewardError(Exception):
+    """A reward returned a value that is no score, or a row lacks a field that the reward needs."""
+
+
+class Result(NamedTuple):
+    """A finite score, and the scores of parts by name."""
+
+    score: float
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,98 @@ class RewardFunction(Traits):
     def results(self, value: Any, completions: Sequence[str]) -> list[Result]:
         """Return a result for each completion, from the value of `call`. Raises RewardError."""
         return as_results(value, len(completions)) if self.groups else [as_result(value)]
+
+
+def as_result(value: Any) -> Result:
+    """Check the value of a reward: a score, perhaps with the scores of parts. Raises RewardError if not finite."""
+    score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    if not isinstance(parts, Mapping):
+        raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")
+    return Result(as_score(score), {str(name): as_score(part) for name, part in parts.items()})
+
+
+def as_results(value: Any, count: int) -> list[Result]:
+    """Check the value of a reward of groups, for `count` completions. Raises RewardError."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a list of scores")
+    if len(value) != count:
+        raise RewardError(f"the reward returned {len(value)} scores for {count} completions")
+    return [as_result(result) for result in value]
+
+
+def as_score(value: Any) -> float:
+    """Return `value` as a float. Raises RewardError unless it is finite, of magnitude LARGEST_REWARD at most."""
+    if not hasattr(value, "__float__"):  # text has none; numbers and scalars of numpy, torch and the like do
+        raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a number")
+    # Arrays with several numbers raise one of these errors too.
+    with explain(
+        (OverflowError, RuntimeError, TypeError, ValueError),
+        "the reward returned what is not one float ({why})",
+        RewardError,
+    ):
+        score = float(value)
+    if not abs(score) <= LARGEST_REWARD:
+        raise RewardError(f"the reward returned {score}, not a finite number up to {LARGEST_REWARD:g}")
+    return score
+
+
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """The penalty for the length of a completion of `length` tokens: 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
+
+    The penalty rises linearly over the last `buffer` tokens before `longest`, and is 1 from `longest` on. 0: none.
+
+        >>> overlong_penalty(90, longest=100, buffer=20), overlong_penalty(100, longest=100, buffer=0)
+        (0.5, 0.0)
+    """
+    return min(1.0, max(0, length - (longest - buffer)) / buffer) if buffer else 0.0
+
+
+def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Result:
+    """Return the weighted sum of several rewards' scores. The parts are the parts of each reward, named `reward/part`,
+    and, for several rewards, the score of each reward under its name."""
+    parts = {f"{name}/{part}": score for name, result in results.items() for part, score in result.parts.items()}
+    if len(results) > 1:
+        parts |= {name: result.score for name, result in results.items()}
+    return Result(sum(weight * results[name].score for name, weight in weights.items()), parts)
+
+
+async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """Return `score(name)` of several rewards, called at once. A call's error is raised, and cancels other calls."""
+    names = list(names)
+    if len(names) == 1:  # without the cost of a task
+        return {names[0]: await score(names[0])}
+    calls = {name: asyncio.create_task(score(name)) for name in names}
+    try:
+        await asyncio.gather(*calls.values())
+    finally:
+        for call in calls.values():
+            call.cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+    return {name: call.result() for name, call in calls.items()}
+
+
+async def passing(completions: Mapping[str, str], score: Callable[[str], Awaitable[float]]) -> str | None:
+    """Return the name of the first completion with the full score, among completions that compute nothing; None if
+    there is none. Raises RewardError if no completion can be scored."""
+    errors: list[RewardError] = []
+    for name, completion in completions.items():
+        try:
+            if await score(completion) >= 1:
+                return name
+        except RewardError as error:
+            errors.append(error)
+    if len(errors) == len(completions):
+        raise errors[0]
+    return None
+
+
+def mean_parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean score of each part over the results with the part."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for parts in scored:
+        for name, score in parts.items():
+            scores[name].append(score)
+    return {name: fmean(values) for name, values in scores.items()}
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

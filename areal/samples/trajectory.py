@@ -6,7 +6,6 @@ A token that the policy did not sample (the prompt, a tool's answer) has version
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,14 +60,6 @@ class Branch(NamedTuple):
 
     shared: int
     new: int
-
-
-class Piece(NamedTuple):
-    """Tokens from `start` to `end` - 1 of a row: all sampled, or all not."""
-
-    sampled: bool
-    start: int
-    end: int
 
 
 _FURTHER: Any = make_dataclass(
@@ -236,13 +227,6 @@ def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
         yield path
 
 
-def pieces(versions: Sequence[int]) -> list[Piece]:
-    """Split a row with the versions [T] into turns: tokens sampled by the policy, and given tokens."""
-    sampled = np.asarray(versions) != NOT_SAMPLED
-    ends = np.flatnonzero(np.diff(sampled)) + 1
-    return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
-
-
 def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> int:
     """Return the length of the longest common prefix of two sequences, pictures included."""
     length = min(len(first), len(second))
@@ -356,23 +340,3 @@ class TokenValues(NamedTuple):
 
     proximal_logprobs: np.ndarray
     advantages: np.ndarray
-
-
-def random_groups(
-    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0
-) -> list[Group]:
-    """Make a group for every item of `lengths`, which has the lengths of the group's samples in tokens. `version` has
-    sampled all tokens but a sample's first. shared: the number of first tokens that the samples of a group share."""
-    random = np.random.default_rng(0)
-    groups = []
-    for number, of_group in enumerate(lengths):
-        prefix = random.integers(0, vocabulary, shared)
-        samples = []
-        for index, length in enumerate(of_group):
-            tokens = random.integers(0, vocabulary, length)
-            tokens[: min(shared, length)] = prefix[:length]
-            versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
-            logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
-            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
-        groups.append(Group(f"{number}", number, tuple(samples)))
-    return groups

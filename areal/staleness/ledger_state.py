@@ -18,13 +18,12 @@ These transitions cannot happen:
 * A gone group never comes back. Its prompt can come back, in a group with a new id; a session cannot.
 """
 
-import re
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups per batch, eta 8).
 STORY_EVENTS = 10_000
@@ -184,29 +183,6 @@ Event = (
     | Committed
     | Checkpointed
 )
-
-_KINDS: dict[type, str] = {
-    event: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower() for event in get_args(Event)
-}
-_EVENTS: dict[str, type] = {kind: event for event, kind in _KINDS.items()}
-
-
-def event_record(event: Event) -> tuple[str, dict[str, Any]]:
-    """Return the event as a kind (its class name in snake case) and a body fit for JSON."""
-    return _KINDS[type(event)], fields_of(event)
-
-
-def event_of(kind: str, body: dict[str, Any]) -> Event | None:
-    """Return the event of a record, perhaps after JSON; None if the record is no event of the ledger."""
-    return cast(Event, _EVENTS[kind](**with_tuples(body))) if kind in _EVENTS else None
-
-
-def fields_of(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__slots__}
-
-
-def with_tuples(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
 
 
 def groups_of(event: Event) -> tuple[str, ...]:

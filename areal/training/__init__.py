@@ -21,7 +21,5 @@ def __getattr__(name: str) -> Any:
     """Import a name at first use only: some need torch, and actors without an engine import this package too."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    of = {"Credits": "algorithms.advantages", "TrainerConfig": "algorithms.advantages"}.get(
-        name, "algorithms.token_loss"
-    )
-    return getattr(import_module(f"{__name__}.{of}"), name)
+    modules = {"Credits": f"{__name__}.algorithms.advantages", "TrainerConfig": "areal.config.trainer_section"}
+    return getattr(import_module(modules.get(name, f"{__name__}.algorithms.token_loss")), name)

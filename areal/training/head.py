@@ -9,7 +9,6 @@ before rounding: where p is near 1, g - g p is far smaller than both terms.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,31 +19,10 @@ from torch.nn.functional import linear
 from areal.base import extensions
 from areal.base.errors import UserError
 from areal.config.trainer_section import CriticConfig
+from areal.training.logit_curve import IDENTITY, PROBE, LogitCurve, curve_through
 
 AT_ONCE = 1 << 25
 """Most logits that exist at once (128 MiB in fp32)."""
-PROBE = (0.01, 1e12, *(float(x) for x in range(-100, 101, 5)))
-"""Logits that `Head.measure` passes through the model to find its `LogitCurve`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitCurve:
-    """The model's function on the products of its head: scale * x, or cap * tanh(scale * x / cap) (softcapping)."""
-
-    scale: float = 1.0
-    cap: float = math.inf
-
-    def scores(self, logits: Tensor, temperature: float) -> Tensor:
-        """Return the final logits divided by the temperature, in fp32. Overwrites `logits` in fp32."""
-        scores = logits.float()
-        if self.cap < math.inf:
-            return scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
-        factor = self.scale / temperature
-        return scores if factor == 1.0 else scores.mul_(factor)
-
-    def slope(self, scores: Tensor, temperature: float) -> Tensor | None:
-        """The derivative of `scores` with respect to the head's products, as a multiple of scale / temperature."""
-        return None if self.cap == math.inf else 1 - (scores * (temperature / self.cap)).square()
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -145,7 +123,7 @@ def linear_logprobs(
     distribution: Tensor,
     targets: Tensor,
     temperature: float,
-    curve: LogitCurve = LogitCurve(),
+    curve: LogitCurve = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
@@ -166,7 +144,7 @@ class Head:
     """
 
     def __init__(self, model: Any) -> None:
-        self.curve = LogitCurve()
+        self.curve = IDENTITY
         self.critic: Any = None
         self._model = model
         self._linear = model.get_output_embeddings()
@@ -213,14 +191,9 @@ class Head:
 
         Raises UserError if the model changes its logits by more than scaling and softcapping.
         """
-        probe = torch.tensor(PROBE, device=self._linear.weight.device)[None, None]
-        logits = module(probe=probe, **inputs)[0, 0].double()
-        cap = logits[1].item() if logits[1] < PROBE[1] / 1e6 else math.inf
-        scale = logits[0].item() / PROBE[0]
-        curve = LogitCurve(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
-        if logits.shape != probe[0, 0].shape or not torch.allclose(
-            curve.scores(probe[0, 0].clone(), 1.0).double(), logits, rtol=1e-4, atol=1e-4
-        ):
+        probe = torch.tensor(PROBE, device=self._linear.weight.device)
+        curve = curve_through(probe, module(probe=probe[None, None], **inputs)[0, 0].double())
+        if curve is None:
             raise UserError(f"{self} cannot be trained: it changes its logits by more than a scale or softcapping.")
         self.curve = curve
 

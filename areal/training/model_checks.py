@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from areal.models import COMPUTED, SHORTER
-from areal.samples.trajectory import random_groups
+from areal.samples.table import NOT_SAMPLED
+from areal.samples.trajectory import Group, Trajectory
 from areal.training.packed import FlatBatch, PackedRow, pack
 
 LENGTHS, PREFIX = (13, 12, 9), 5
@@ -87,3 +89,23 @@ def influence_of(
         logps, *_ = forward(row)
         (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
     return logps, gradient[0].abs().sum(-1)
+
+
+def random_groups(
+    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0
+) -> list[Group]:
+    """Make a group for every item of `lengths`, which has the lengths of the group's samples in tokens. `version` has
+    sampled all tokens but a sample's first. shared: the number of first tokens that the samples of a group share."""
+    random = np.random.default_rng(0)
+    groups = []
+    for number, of_group in enumerate(lengths):
+        prefix = random.integers(0, vocabulary, shared)
+        samples = []
+        for index, length in enumerate(of_group):
+            tokens = random.integers(0, vocabulary, length)
+            tokens[: min(shared, length)] = prefix[:length]
+            versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
+            logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
+            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
+        groups.append(Group(f"{number}", number, tuple(samples)))
+    return groups

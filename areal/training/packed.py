@@ -10,7 +10,7 @@ sequence alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from areal.base import extensions
 from areal.samples.pictures import find
 from areal.samples.table import COLUMNS, KEPT, NOT_SAMPLED
-from areal.samples.trajectory import Branch, Group, Trajectory, common, paths
+from areal.samples.trajectory import Group, Trajectory, common, paths
 
 NO_PICTURES: Mapping[str, Any] = {}
 # The fields of a batch that hold arrays by name.
@@ -206,24 +206,9 @@ def _routes(trajectories: Sequence[Trajectory], members: Sequence[_Member], *, k
     """
     if trajectories[0].routes is None:
         return []
-    by_sample = [list(_routes_of(trajectory, keeps_cache=keeps_cache)) for trajectory in trajectories]
+    of_branches = extensions.need("routing", "of_branches", "a sample with routes").load()
+    by_sample = [list(of_branches(trajectory, keeps_cache=keeps_cache)) for trajectory in trajectories]
     return [by_sample[member.sample][member.branch] for member in members]
-
-
-def _routes_of(trajectory: Trajectory, *, keeps_cache: bool) -> Iterator[np.ndarray]:
-    """Yield the routes of each branch. A pass that sampled no token of this branch has the routes of another branch."""
-    assert trajectory.routes is not None
-    every = [*paths(trajectory.branches or [Branch(0, len(trajectory))])]
-    after = np.full(len(trajectory), -1)  # by place of a pass, the place of the sampled token
-    for path in reversed(every):
-        after[path[:-1]] = np.where(trajectory.sampled[path[1:]], path[1:], after[path[:-1]])
-    for path in every:
-        made = after[path]
-        made[:-1] = np.where(trajectory.sampled[path[1:]], path[1:], made[:-1])
-        versions = np.where(made >= 0, trajectory.versions[made], NOT_SAMPLED)
-        last = trajectory.versions[path][trajectory.sampled[path]][-1:]
-        routed = (versions != NOT_SAMPLED) & (keeps_cache | (versions == last))
-        yield np.where(routed[:, None], trajectory.routes[made], 0).astype(np.uint8)
 
 
 def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -> np.ndarray:
@@ -278,21 +263,6 @@ class PackedRow:
             self,
             distribution=torch.cat([self.distribution, places]),
             targets=torch.cat([self.targets, tokens.flatten()]),
-        )
-
-    def filled(self, count: int) -> PackedRow:
-        """Return the row with `count` more tokens: a last sequence outside the loss."""
-        if not count:
-            return self
-        padding = torch.arange(count, device=self.tokens.device)
-        return replace(
-            self,
-            tokens=pad(self.tokens, (0, count)),
-            positions=torch.cat([self.positions, padding[None]], 1),
-            lengths=[*self.lengths, count],
-            added=[*self.added, count],
-            paths=torch.cat([self.paths, padding + self.tokens.shape[1]]),
-            inputs={name: pad(of_row.T, (0, count)).T for name, of_row in self.inputs.items()},
         )
 
 

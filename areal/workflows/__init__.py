@@ -9,9 +9,10 @@ from areal.samples.table import Generation
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import turns
 from areal.workflows.chat_templates import Message
-from areal.workflows.conversation import Conversation, Keep, begin, keep_until, user
+from areal.workflows.conversation import Conversation, begin, user
 from areal.workflows.session import Session
 from areal.workflows.tools import Tool, Tools
+from areal.workflows.turn_ends import Keep, keep_until
 
 __all__ = [
     "Conversation",

@@ -287,3 +287,18 @@ def _in_parts(tokenizer: Any, template: str) -> bool:
 def encoded_first(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Encode a conversation's first text. Cached: all samples of a group begin with it, and it may be long."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
+    """Raises ValueError if the chat template does not show the policy the tools, or the results of calls."""
+    if tokenizer.chat_template:
+        ChatTemplate(tokenizer, tools).first(messages)
+    elif tools:
+        raise ValueError(NO_TOOLS)
+    _check_results(tokenizer, str(tokenizer.chat_template), json.dumps(tools))
+
+
+@lru_cache(maxsize=64)
+def _check_results(tokenizer: Any, template: str, tools: str) -> None:
+    """Check once for all samples with these tools, given as JSON."""
+    ChatTemplate(tokenizer, json.loads(tools)).check()

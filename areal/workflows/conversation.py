@@ -6,10 +6,7 @@ rendered. Between two sampled turns stand the tokens that the template writes *a
 messages in between.
 """
 
-import bisect
-import json
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,16 +19,6 @@ from areal.workflows.chat_templates import NO_TOOLS, ChatTemplate, Message, enco
 
 # Keys of a message that some agents send back unchanged, and other agents leave out.
 THINKING = ("reasoning", "reasoning_content")
-# Tokens that are decoded again together with new tokens: the text of a token may depend on the tokens before.
-OVERLAP_TOKENS = 8
-# The most tokens of a character.
-CHARACTER_TOKENS = 4
-# The text that a decoder writes for a character with missing bytes.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-Keep = Callable[[np.ndarray], int | None]
-"""Gets all tokens sampled so far. Returns None to continue, or the number of tokens to keep and to end with."""
 
 
 class Conversation:
@@ -107,7 +94,7 @@ class Conversation:
 
     def text(self, sampled: Generation) -> str:
         """Return the sampled text, without special tokens."""
-        return _decoded(self._tokenizer, sampled.tokens)
+        return decoded(self._tokenizer, sampled.tokens)
 
     def trajectory(self, reward: float) -> Trajectory:
         """Return all turns as a sample. Raises ValueError if nothing was sampled, or if the reward is no score."""
@@ -146,86 +133,13 @@ def messages_of(prompt: Prompt) -> list[Message]:
     return [user(prompt)] if isinstance(prompt, str) else list(prompt)
 
 
-def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the chat template does not show the policy the tools, or the results of calls."""
-    Conversation(tokenizer, tools).prompt(messages)
-    _check_results(tokenizer, str(tokenizer.chat_template), json.dumps(tools))
-
-
-@lru_cache(maxsize=64)
-def _check_results(tokenizer: Any, template: str, tools: str) -> None:
-    """Check once for all samples with these tools, given as JSON."""
-    ChatTemplate(tokenizer, json.loads(tools)).check()
-
-
 def user(text: str) -> Message:
     """Return a message to the policy, with the role user."""
     return {"role": "user", "content": text}
 
 
-def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool]) -> Keep:
-    """Return a `Keep` that ends a turn after the fewest tokens whose text satisfies `holds`.
-
-    If `holds` is true of a text, `holds` must be true of every longer text with this beginning, and can become true
-    only where one of `marks` ends. So only new text is decoded and searched for marks, and `holds` is called after a
-    mark. `holds` has to be fast: a policy may write nothing but marks.
-    """
-    grown = GrownText(tokenizer)
-
-    def keep(tokens: np.ndarray) -> int | None:
-        old_length = grown.add(tokens)
-        if not any(grown.text.find(mark, max(0, old_length - len(mark) + 1)) >= 0 for mark in marks):
-            return None
-        if not holds(grown.text) or not holds(_decoded(tokenizer, tokens)):
-            return None
-        return bisect.bisect_left(range(len(tokens)), True, key=lambda n: holds(_decoded(tokenizer, tokens[:n])))
-
-    return keep
-
-
-def keep_until_text(tokenizer: Any, texts: Sequence[str]) -> Keep:
-    """Return a `Keep` that ends a turn after the fewest tokens whose text contains any of `texts`."""
-    return keep_until(tokenizer, texts, lambda text: any(stop in text for stop in texts))
-
-
-def first_of(first: Keep | None, second: Keep) -> Keep:
-    """Return a `Keep` that ends a turn where `first` or `second` does, whichever comes first."""
-    if first is None:
-        return second
-    return lambda tokens: min((end for keep in (first, second) if (end := keep(tokens)) is not None), default=None)
-
-
-class GrownText:
-    """The text of a turn, decoded as tokens arrive."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.text = ""
-        self._tokenizer = tokenizer
-        self._settled = 0  # the number of tokens in the text
-
-    def add(self, tokens: np.ndarray) -> int:
-        """Decode new tokens. tokens: all tokens of the turn; fewer than before begin another turn. Returns the length
-        of the text before. The tokens of an incomplete character at the end wait for the next call."""
-        if len(tokens) < self._settled:
-            self.text, self._settled = "", 0
-        old_length = len(self.text)
-        start = max(0, self._settled - OVERLAP_TOKENS)
-        overlap = _decoded(self._tokenizer, tokens[start : self._settled])
-        ends = range(len(tokens), max(self._settled, len(tokens) - CHARACTER_TOKENS), -1)
-        for end in ends:
-            window = _decoded(self._tokenizer, tokens[start:end])
-            if not window.endswith(_INCOMPLETE):
-                break
-        else:
-            if len(ends) < CHARACTER_TOKENS:
-                return old_length
-            end, window = len(tokens), _decoded(self._tokenizer, tokens[start:])  # these bytes are no character
-        self.text += window[len(overlap) :]
-        self._settled = end
-        return old_length
-
-
-def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
+def decoded(tokenizer: Any, tokens: np.ndarray) -> str:
+    """Return the text of tokens, without special tokens."""
     text: str = tokenizer.decode(tokens, skip_special_tokens=True)  # transformers looks at each item of a list
     return text
 

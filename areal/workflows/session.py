@@ -10,7 +10,7 @@ from areal.config.engine_sections import SamplingConfig
 from areal.samples.table import Generation, Tokens
 from areal.samples.trajectory import Trajectory
 from areal.workflows.chat_templates import Message
-from areal.workflows.conversation import Keep
+from areal.workflows.turn_ends import Keep
 
 
 class Session(Protocol):

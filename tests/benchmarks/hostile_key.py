@@ -37,7 +37,7 @@ from runs import ROOT, find_free_port
 
 from areal.data import addition, quickstart
 from areal.extensions.desk.audit import read_journal
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from areal.storage.record import Record
 from areal.storage.rollout_files import files, opened
 from areal.storage.run_files import ROLLOUTS

@@ -26,7 +26,7 @@ from actors.master import changes
 from actors.master.run_state import RunState
 from areal.config import Config, load_config
 from areal.staleness.ledger import ReportAnswer
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from areal.staleness.ledger_state import Batch
 from areal.storage.journal import Journal
 

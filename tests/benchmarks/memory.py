@@ -30,8 +30,8 @@ from areal.cpu.processor import avoid_broken_amx
 from areal.extensions.desk.plan import read_model
 from areal.extensions.desk.split import training_memory
 from areal.extensions.selftest.memory_peaks import peak
-from areal.samples.trajectory import random_groups
 from areal.training.head import linear_logprobs
+from areal.training.model_checks import random_groups
 from areal.training.training_engine import TrainingEngine
 
 MODELS = {  # tokens of the row, and the model

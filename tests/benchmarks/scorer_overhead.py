@@ -41,7 +41,7 @@ class AtOnce:
         return TokenScores(np.zeros(len(tokens) - 1, np.float32))
 
     def stats(self) -> Any:
-        from areal.generation.engine_sequences import EngineStats
+        from areal.generation.engine_process import EngineStats
 
         return EngineStats(0, 0, 0.0, 0, 0)
 

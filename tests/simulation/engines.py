@@ -24,12 +24,11 @@ from areal.base.errors import UserError
 from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.data.prompt_sources import PromptSource
 from areal.data.rows import Row
-from areal.generation.engine_process import EngineError
-from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_process import EngineError, EngineStats
 from areal.generation.engine_weights import LoadTimes
 from areal.generation.offered_weights import WeightLoadError
-from areal.rewards.result import Result
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.functions import Result
+from areal.rewards.worker import RewardFailed
 from areal.samples.table import Finish, Generation, Tokens
 from areal.samples.trajectory import Group, TokenScores, Trajectory
 from areal.workflows.session import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from protocols.membership_messages import Policy
 from simulation.book import Violation
 from simulation.incarnation import Incarnation

@@ -55,7 +55,7 @@ from areal.samples.table import ENGINE_COLUMNS, Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.leases import Leases
 from areal.staleness.ledger import Ledger, Schedule
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import event_record, snapshot_of
 from areal.staleness.ledger_state import (
     Admitted,
     Discarded,
@@ -67,14 +67,14 @@ from areal.staleness.ledger_state import (
     LedgerState,
     Requeued,
     Room,
-    event_record,
 )
 from areal.staleness.run_ahead import RunAhead
-from areal.storage import journal, spool
+from areal.storage import journal, spool_file
 from areal.storage.database import prepare
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
-from areal.storage.spool import Spool, SpooledCalls
+from areal.storage.spool import Spool
+from areal.storage.spooled_calls import SpooledCalls
 from areal.training.guard import Guard
 from protocols.attempt_messages import AskSamples, StoredSamples
 from protocols.bus_errors import RefusedError
@@ -945,7 +945,7 @@ def journal_not_synced() -> AbstractContextManager[None]:
 
 def spool_not_synced() -> AbstractContextManager[None]:
     """The spool's transactions are lost if the machine loses its power soon afterwards."""
-    return patch.multiple(spool, prepare=_prepare_unsynced)
+    return patch.multiple(spool_file, prepare=_prepare_unsynced)
 
 
 def _prepare_unsynced(connection: Any, mark: int, version: int, schema: str) -> None:

@@ -22,7 +22,7 @@ from areal.samples.table import SCORED, TOP, Generation
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.invariants import check_invariants
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,

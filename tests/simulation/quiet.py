@@ -21,7 +21,7 @@ from actors.rollout_manager import group_run, rollout_manager
 from actors.runtime import membership
 from actors.sampling import own_code
 from areal.base.processes import ROOT
-from areal.generation import routing
+from areal.generation.moves import Sequence as Movable
 from areal.generation.routing import GeneratorLoad
 from areal.storage import disk
 from protocols import bus, transport
@@ -102,8 +102,8 @@ def _place_in_checkout(error: BaseException | None) -> str:
 
 
 def _some_moves(
-    world: Simulated, loads: Mapping[str, GeneratorLoad], sequences: Iterable[routing.Sequence], askers: int, now: float
-) -> list[tuple[routing.Sequence, str]]:
+    world: Simulated, loads: Mapping[str, GeneratorLoad], sequences: Iterable[Movable], askers: int, now: float
+) -> list[tuple[Movable, str]]:
     """Random moves of sequences. Simulated sequences are too short for the real `plan_moves` to find a gain."""
     chance = world.random
     moving = [s for s in sequences if s.generator in loads and chance.random() < world.model.moves]

@@ -12,8 +12,8 @@ import pytest
 from areal.base.errors import UserError
 from areal.generation.engine_process import EngineError
 from areal.generation.offered_weights import WeightLoadError
-from areal.rewards.result import Result
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.functions import Result
+from areal.rewards.worker import RewardFailed
 from areal.staleness import failures
 from simulation.cluster.engines import ModelTokenizer
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, score_of

@@ -23,7 +23,8 @@ from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool, SpooledCalls, SpoolPart, StoredGroup
+from areal.storage.spool import Spool, SpoolPart, StoredGroup
+from areal.storage.spooled_calls import SpooledCalls
 from areal.workflows.session import Session
 from protocols.attempt_messages import StoreCalls
 from protocols.bus import Bus

@@ -41,7 +41,8 @@ from areal.generation.engine_process import EngineError
 from areal.samples.trajectory import Trajectory
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool, SpoolError
+from areal.storage.spool import Spool
+from areal.storage.spool_file import SpoolError
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import fingerprint, token_for

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors.reward import Reward
-from areal.rewards.result import Result
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.functions import Result
+from areal.rewards.worker import RewardFailed
 from protocols.bus_errors import RefusedError
 from protocols.messages import Completion
 

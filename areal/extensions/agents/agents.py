@@ -25,7 +25,7 @@ from areal.base.processes import find_program, plain_environment, tied
 from areal.data.rows import Row
 from areal.extensions.agents.openai_api import Access, ChatSession
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import with_hooks
+from areal.workflows.named_workflows import with_hooks
 from areal.workflows.session import Session
 
 # The time in which a cancelled or killed agent has to end.

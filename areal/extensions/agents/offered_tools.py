@@ -6,7 +6,7 @@ Data sets write tools as OpenAI's API does, with the function's fields beside th
 
 from typing import Any
 
-from areal.data.rows import literal, without_nulls
+from areal.data.prompt_forms import literal, without_nulls
 
 _NONE = ("", "[]", "null")
 _PARAMETERS = ("parameters", "input_schema")

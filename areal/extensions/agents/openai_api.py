@@ -25,13 +25,14 @@ from pydantic_core import PydanticCustomError
 from areal.base.errors import UserError, explain
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
-from areal.data.rows import read_part
+from areal.data.prompt_forms import read_part
 from areal.extensions.agents.parsers import Parsed, Parsers, cut, first_mistake
 from areal.samples.pictures import find
 from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
-from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
+from areal.workflows.conversation import THINKING, Conversation, compared
 from areal.workflows.session import Session
+from areal.workflows.turn_ends import GrownText, Keep, first_of, keep_until_text
 
 Json = dict[str, Any]
 log = structlog.get_logger()

@@ -5,8 +5,7 @@ from typing import Any, Protocol
 
 from areal.base.text import cut_text
 from areal.extensions.agents.openai_api import ChatRequest, ChatSession
-from areal.workflows.chat_templates import Message
-from areal.workflows.conversation import check_shown
+from areal.workflows.chat_templates import Message, check_shown
 from areal.workflows.session import Session
 
 

@@ -13,8 +13,9 @@ from areal.extensions.agents.function_tools import FunctionTools
 from areal.extensions.agents.mcp_tools import TIMEOUT_SECONDS, Server
 from areal.extensions.agents.tool_calls import OffersTools, use_tools
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Turns, with_hooks
+from areal.workflows.builtin import Turns
 from areal.workflows.conversation import messages_of
+from areal.workflows.named_workflows import with_hooks
 from areal.workflows.session import Session
 
 _WHERE = "rollout_manager.workflow_options"

@@ -34,16 +34,8 @@ from areal.extensions.desk.replay import Replay, keeps_weights, plan, run_varian
 from areal.samples.tokenizer import reads_as_kept
 from areal.samples.trajectory import Group, samples_of
 from areal.staleness.invariants import check_invariants
-from areal.staleness.ledger_snapshot import state_of
-from areal.staleness.ledger_state import (
-    BatchLogged,
-    Committed,
-    Discarded,
-    LedgerError,
-    LedgerSettings,
-    LedgerState,
-    event_of,
-)
+from areal.staleness.ledger_records import event_of, state_of
+from areal.staleness.ledger_state import BatchLogged, Committed, Discarded, LedgerError, LedgerSettings, LedgerState
 from areal.storage.disk import replace
 from areal.storage.record import Record
 

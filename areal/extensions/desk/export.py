@@ -23,12 +23,12 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.data.row_reading import with_system
-from areal.data.rows import prompt_or_none
+from areal.data.prompt_forms import prompt_or_none
+from areal.data.prompt_sources import with_system
 from areal.extensions.desk.model_folder import write_model
+from areal.extensions.desk.pieces import pieces
 from areal.models import label_of
 from areal.samples.tokenizer import load_tokenizer
-from areal.samples.trajectory import pieces
 from areal.storage.record import Record
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, rollouts_in
 from areal.weights.folders import atomic_folder

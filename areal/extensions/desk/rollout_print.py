@@ -15,9 +15,9 @@ from rich.text import Text
 from areal.base.command_line import output
 from areal.base.errors import UserError
 from areal.extensions.desk.account import notation
+from areal.extensions.desk.pieces import pieces
 from areal.extensions.desk.rollout_queries import SORTED_BY, QueryStuck, Rollouts, Where, pictures_of, sql_condition
 from areal.samples.tokenizer import token_texts
-from areal.samples.trajectory import pieces
 from areal.storage.record import Record
 from areal.storage.run_files import PICTURES
 

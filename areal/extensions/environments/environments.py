@@ -21,8 +21,9 @@ from areal.base.errors import UserError, explain
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Prompt, Row
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Turns, turns, with_hooks
+from areal.workflows.builtin import Turns, turns
 from areal.workflows.conversation import begin, user
+from areal.workflows.named_workflows import with_hooks
 from areal.workflows.session import Session
 
 
@@ -138,3 +139,18 @@ async def environment(
             if session.calls and hasattr(world, "judge"):
                 session.reward(session.calls[-1], await world.judge())
     return session.trajectory(0.0)
+
+
+def seed_of(row: Row) -> int:
+    """Return the row's field `seed`, or the row's index without a field `seed`."""
+    seed = row.fields.get("seed")
+    return row.index if seed is None else seed
+
+
+def extended(prompt: Prompt, text: str) -> Prompt:
+    """Return the prompt with the text at the end, on a new line."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n{text}" if prompt else text
+    last = prompt[-1]["content"]
+    content = f"{last}\n{text}" if isinstance(last, str) else [*last, {"type": "text", "text": f"\n{text}"}]
+    return [*prompt[:-1], prompt[-1] | {"content": content}]

@@ -10,7 +10,8 @@ from typing import Any
 from areal.base import plugins
 from areal.base.errors import UserError
 from areal.config.scoring import SandboxConfig
-from areal.data.rows import Prompt, Row, extended, seed_of
+from areal.data.rows import Prompt, Row
+from areal.extensions.environments.environments import extended, seed_of
 
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
 

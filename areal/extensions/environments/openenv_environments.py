@@ -14,7 +14,8 @@ from typing import Any
 from areal.base import plugins
 from areal.base.errors import UserError, explain
 from areal.config.scoring import SandboxConfig
-from areal.data.rows import Prompt, Row, extended, seed_of
+from areal.data.rows import Prompt, Row
+from areal.extensions.environments.environments import extended, seed_of
 
 MESSAGE_BYTES = 64 << 20
 """A server that sends a longer message ends its session."""

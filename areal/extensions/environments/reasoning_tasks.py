@@ -20,11 +20,10 @@ from typing import Any
 
 from areal.base.errors import UserError
 from areal.config.data_section import SourceConfig
-from areal.data.prompt_sources import Draw
-from areal.data.row_reading import make_row
+from areal.data.prompt_sources import Draw, make_row
 from areal.data.rows import Row, without
 from areal.data.sources import derived_seed, with_first_row
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 # Entries in a data set of the library: its default, which every task supports.
 CHUNK = 500

@@ -11,8 +11,7 @@ from typing import Any
 
 from areal.base.errors import UserError, explain
 from areal.config.data_section import SourceConfig
-from areal.data.prompt_sources import Draw, Table
-from areal.data.row_reading import make_row
+from areal.data.prompt_sources import Draw, Table, make_row
 from areal.data.rows import Row
 from areal.data.sources import table, with_first_row
 

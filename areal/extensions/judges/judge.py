@@ -22,7 +22,7 @@ from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import is_in_run
 from areal.config.section import Section, template_conflicts
 from areal.extensions.judges import verdict_reading
-from areal.rewards.result import Result, RewardError, as_score
+from areal.rewards.functions import Result, RewardError, as_score
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

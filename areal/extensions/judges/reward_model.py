@@ -9,7 +9,7 @@ from typing import Any
 from areal.base.errors import explain
 from areal.data.rows import chat_of
 from areal.extensions.judges.judge import client_of
-from areal.rewards.result import Result, RewardError
+from areal.rewards.functions import Result, RewardError
 
 
 class RewardModel:

@@ -18,7 +18,7 @@ from areal.extensions.math import answer_forms, final_answer
 from areal.extensions.math.answer_forms import rounded, tidy
 from areal.extensions.math.final_answer import MARK
 from areal.extensions.math.limits import all_limited, limited
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 # Decimal places of a difference in math-verify beyond the row's smallest number's. By default 15: 1e-16 is 0.
 DIGITS = 300

@@ -7,18 +7,18 @@ the ranks exchange log-probs, so that each rank has the whole row's: objectives 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from areal.base.errors import UserError
-from areal.samples.trajectory import random_groups
 from areal.training.head import Head
-from areal.training.model_checks import LENGTHS, PREFIX, influence_of
+from areal.training.model_checks import LENGTHS, PREFIX, influence_of, random_groups
 from areal.training.packed import FlatBatch, PackedRow, empty_row, pack
 from areal.training.row_groups import Attention, Compute, RowGroup
 
@@ -80,20 +80,20 @@ class SequenceGroup(RowGroup):
 
     def part(self, row: PackedRow) -> RowPart:
         """Return this rank's part of `row`."""
-        filled = row.filled(-row.tokens.shape[1] % self.size)
-        size = filled.tokens.shape[1] // self.size
+        full = filled(row, -row.tokens.shape[1] % self.size)
+        size = full.tokens.shape[1] // self.size
         start = self._rank * size
         needed = (row.predicts >= start) & (row.predicts < start + size)
         indices = needed[row.distribution].nonzero()[:, 0]
         return RowPart(
-            row=filled,
-            tokens=filled.tokens[:, start : start + size],
-            positions=filled.positions[:, start : start + size],
+            row=full,
+            tokens=full.tokens[:, start : start + size],
+            positions=full.positions[:, start : start + size],
             predicts=row.predicts[needed] - start,
             distribution=row.distribution[indices] - (row.predicts < start).sum(),
             targets=row.targets[indices],
             indices=indices,
-            inputs={name: values[start : start + size] for name, values in filled.inputs.items()},
+            inputs={name: values[start : start + size] for name, values in full.inputs.items()},
         )
 
     def join(self, part: RowPart, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -166,3 +166,19 @@ def only_attention_mixes(
     _, influence = influence_of(forward, embeddings, row, -1)
     influence[row.predicts[row.distribution[-1]]] = 0
     return not influence.any()
+
+
+def filled(row: PackedRow, count: int) -> PackedRow:
+    """Return the row with `count` more tokens: a last sequence outside the loss."""
+    if not count:
+        return row
+    padding = torch.arange(count, device=row.tokens.device)
+    return replace(
+        row,
+        tokens=pad(row.tokens, (0, count)),
+        positions=torch.cat([row.positions, padding[None]], 1),
+        lengths=[*row.lengths, count],
+        added=[*row.added, count],
+        paths=torch.cat([row.paths, padding + row.tokens.shape[1]]),
+        inputs={name: pad(of_row.T, (0, count)).T for name, of_row in row.inputs.items()},
+    )

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.base.errors import UserError, explain
-from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt, has_parts, prompt_or_none
+from areal.data.prompt_forms import prompt_or_none
+from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt, has_parts
 from areal.extensions.pictures.picture_files import MAX_BYTES, decode, part_of
 from areal.samples.pictures import FIELDS
 

@@ -13,7 +13,7 @@ from areal.data.rows import Row, flawed, prompt_text
 from areal.extensions.programs.code_rows import read_tests, unnamed
 from areal.extensions.programs.code_tests import CodeTests
 from areal.extensions.programs.outside import open_sandbox
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 # Time to run programs that compute nothing on the tests of rows, before a run. A row takes 0.1 to 0.5 s.
 TESTS_SECONDS = 10.0

@@ -43,7 +43,7 @@ from typing import Any
 from areal.base.errors import explain
 from areal.extensions.programs import static_checks
 from areal.extensions.programs.static_checks import Needs
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 Row = Mapping[str, Any]
 

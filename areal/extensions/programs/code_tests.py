@@ -31,7 +31,7 @@ from areal.extensions.programs.code_rows import (
     solutions_of,
 )
 from areal.extensions.programs.outside import open_sandbox
-from areal.rewards.result import RewardError, passing
+from areal.rewards.functions import RewardError, passing
 
 Way = Literal["outside", "inside"]
 

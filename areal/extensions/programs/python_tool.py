@@ -8,9 +8,11 @@ from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.programs.outside import open_sandbox
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Turns, turns, with_hooks
-from areal.workflows.conversation import Keep, begin, keep_until, user
+from areal.workflows.builtin import Turns, turns
+from areal.workflows.conversation import begin, user
+from areal.workflows.named_workflows import with_hooks
 from areal.workflows.session import Session
+from areal.workflows.turn_ends import Keep, keep_until
 
 
 def _texts(options: Mapping[str, Any]) -> list[str]:

@@ -1,13 +1,17 @@
 """Gives routers the experts chosen in sampling (R3, arXiv 2510.11370)."""
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from areal.extensions.routing.expert_routing import Routing
+from areal.samples.table import NOT_SAMPLED
+from areal.samples.trajectory import Branch, Trajectory, paths
 
 
 class RouteReplay:
@@ -54,3 +58,20 @@ class RouteReplay:
         if getattr(router, "norm_topk_prob", True):  # routers without this key always normalise
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def routes_of_branches(trajectory: Trajectory, *, keeps_cache: bool) -> Iterator[np.ndarray]:
+    """Yield the routes of each branch. A pass that sampled no token of this branch has the routes of another branch.
+    keeps_cache: as in `areal.training.packed.FlatBatch.of`."""
+    assert trajectory.routes is not None
+    every = [*paths(trajectory.branches or [Branch(0, len(trajectory))])]
+    after = np.full(len(trajectory), -1)  # by place of a pass, the place of the sampled token
+    for path in reversed(every):
+        after[path[:-1]] = np.where(trajectory.sampled[path[1:]], path[1:], after[path[:-1]])
+    for path in every:
+        made = after[path]
+        made[:-1] = np.where(trajectory.sampled[path[1:]], path[1:], made[:-1])
+        versions = np.where(made >= 0, trajectory.versions[made], NOT_SAMPLED)
+        last = trajectory.versions[path][trajectory.sampled[path]][-1:]
+        routed = (versions != NOT_SAMPLED) & (keeps_cache | (versions == last))
+        yield np.where(routed[:, None], trajectory.routes[made], 0).astype(np.uint8)

@@ -30,8 +30,9 @@ from areal.extensions.sandboxes.sandbox_tools import SandboxTools
 from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, copy_folder
 from areal.extensions.sandboxes.task_tests import downloads, path_outside
 from areal.samples.trajectory import Trajectory
-from areal.workflows.builtin import Turns, with_hooks
+from areal.workflows.builtin import Turns
 from areal.workflows.conversation import messages_of
+from areal.workflows.named_workflows import with_hooks
 from areal.workflows.session import Session
 
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)

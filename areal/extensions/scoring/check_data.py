@@ -30,9 +30,9 @@ from areal.data.rows import prompt_text
 from areal.extensions.programs import code_rows
 from areal.extensions.programs.code_tests import FAILS, REFUSED_OUTSIDE
 from areal.extensions.scoring.score import Judge, Line, judge_rows, read_rows
+from areal.rewards.functions import RewardError, passing
 from areal.rewards.pool import RewardPool
-from areal.rewards.result import RewardError, passing
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.worker import RewardFailed
 from areal.samples.pictures import FIELDS, find
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}

@@ -25,10 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal.base.errors import UserError, explain
 from areal.config.scoring import ScoringConfig
 from areal.data.files import read_file, unit_of
-from areal.data.rows import prompt_or_none, prompt_text, read_prompt
+from areal.data.prompt_forms import prompt_or_none, read_prompt
+from areal.data.rows import prompt_text
+from areal.rewards.functions import all_scored, combined
 from areal.rewards.pool import RewardPool
-from areal.rewards.result import all_scored, combined
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.worker import RewardFailed
 
 Line = tuple[int, dict[str, Any]]
 Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -18,8 +18,8 @@ from areal.extensions.selftest import kernel_checks as kernels
 from areal.extensions.selftest.findings import Finding, guarded, judged
 from areal.extensions.selftest.memory_peaks import free_memory, wait_for
 from areal.extensions.selftest.synthetic import sizes_of
-from areal.samples.trajectory import random_groups
 from areal.training.flops import Operations, peak_tflops
+from areal.training.model_checks import random_groups
 from areal.training.packed import FlatBatch, pack
 from areal.weights.model_files import model_files
 

@@ -10,13 +10,12 @@ from areal.config.trainer_section import TrainerConfig
 from areal.extensions.desk.bare_models import of_layers
 from areal.extensions.selftest import references
 from areal.extensions.selftest.findings import LAYERS, SHARE, Finding, judged
-from areal.samples.trajectory import random_groups
 from areal.training import head
 from areal.training.attention import FLASH, attention_kwargs, choose_attention, row_inputs
 from areal.training.flops import layers_by_window
 from areal.training.guard import GAP
 from areal.training.head import Head, linear_logprobs
-from areal.training.model_checks import keeps_apart
+from areal.training.model_checks import keeps_apart, random_groups
 from areal.training.packed import FlatBatch, PackedRow, pack
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150

@@ -10,7 +10,7 @@ from areal.extensions.desk.plan import read_model
 from areal.extensions.desk.split import GIB, row_tokens, training_memory
 from areal.extensions.selftest.findings import Finding, judged
 from areal.extensions.selftest.memory_peaks import peak, resident
-from areal.samples.trajectory import random_groups
+from areal.training.model_checks import random_groups
 from areal.training.step_metrics import StepResult
 from areal.training.training_engine import TrainingEngine
 

@@ -21,8 +21,9 @@ from areal.extensions.selftest.longest_row import LongestRow
 from areal.extensions.selftest.memory_peaks import free_memory, reserved_memory, resident
 from areal.extensions.selftest.rank_checks import check_ranks
 from areal.extensions.selftest.transfer_checks import Sending
-from areal.samples.trajectory import Group, random_groups
+from areal.samples.trajectory import Group
 from areal.training.guard import GAP
+from areal.training.model_checks import random_groups
 from areal.training.training_engine import TrainingEngine
 
 MOVE, LORA_MOVE = 6.0, 60.0

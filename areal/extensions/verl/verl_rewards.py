@@ -11,8 +11,8 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal.rewards.functions import RewardError
 from areal.rewards.lookup import RewardForm
-from areal.rewards.result import RewardError
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 

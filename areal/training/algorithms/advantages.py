@@ -1,4 +1,4 @@
-"""Advantages from credits: the estimators by name, and the user's own estimator.
+"""Advantages from credits: `normalised`, and an estimator's call on a batch. `estimators` finds estimators by name.
 
 By default a sample is credited with its reward at its last token. With gamma = lambda = 1 and no value function, every
 sampled token of a sample has the same advantage: the sample's normalised reward. A sample may also give every token its
@@ -6,17 +6,14 @@ own return. A penalty on a single token (`Credits.penalties`) lowers the return 
 tokens, since later tokens did not cause the penalty. With a critic, estimates replace returns and penalties.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.config.trainer_section import TrainerConfig
 from areal.samples.trajectory import differ
 
 Estimator = Callable[["Credits"], np.ndarray]
@@ -118,27 +115,6 @@ MEANS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 """`trainer.advantage_mean`: from values and groups of the samples, [M] each, the baseline of each sample."""
 
 
-def estimator_of(config: TrainerConfig) -> Estimator:
-    """Return the estimator `trainer.advantage` with its options: a function of `Credits` and options, or an instance of
-    a class with options. Raises UserError."""
-    name, options = config.advantage, config.advantage_options
-    if name == "normalised":
-        options = {"mean": config.advantage_mean, "std": config.advantage_std}
-    target: Any = extensions.find("advantage", name, "The estimator of advantages")
-    if not callable(target):
-        raise UserError(f"trainer.advantage {name!r} is of type {type(target).__name__}: name a function or a class.")
-    if not inspect.isclass(target):
-        return partial(target, **options)
-    with explain((TypeError, ValueError), f"trainer.advantage {name!r}: {{why}}: correct trainer.advantage_options"):
-        estimator: Any = target(**options)
-    return estimator
-
-
-def compares_group(estimator: Estimator) -> bool:
-    """Return whether an estimator declares that it compares the samples of a group."""
-    return bool(getattr(getattr(estimator, "func", estimator), "compares_group", False))
-
-
 def estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
     """Return the advantages of all tokens, float64 [T]. In a batch of several agents, each agent is compared with
     itself alone, since rewards of agents may have different levels. name: of the estimator. Raises ValueError if
@@ -171,18 +147,6 @@ def _estimate(estimator: Estimator, credits: Credits, name: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise UserError(f"{called} returned advantages that are not finite: look for a division by 0 in it.")
     return (values[samples] if values.shape == totals.shape else values).astype(np.float64)
-
-
-def rehearse_estimator(config: TrainerConfig) -> Estimator:
-    """Return the estimator of `config`, after test calls on different, equal and single samples. Raises UserError."""
-    estimator = estimator_of(config)
-    for rewards, groups in (([1.0, 0.0, 0.5, 1.0], [0, 0, 0, 1]), ([1.0, 1.0], [0, 0]), ([0.5], [0])):
-        samples, sampled = np.repeat(np.arange(len(rewards)), 3), np.array([False, True, True] * len(rewards))
-        columns = {"tokens": np.arange(len(samples)), "logprobs": np.where(sampled, -1.0, 0.0)}
-        columns["versions"] = np.where(sampled, 0, -1)
-        credits = Credits(np.array(rewards), np.array(groups), samples, sampled, None, None, columns)
-        estimate(estimator, credits, config.advantage)
-    return estimator
 
 
 def to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:

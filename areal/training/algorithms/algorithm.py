@@ -13,7 +13,8 @@ from torch import Tensor
 
 from areal.config.trainer_section import TrainerConfig
 from areal.samples.table import NOT_SAMPLED
-from areal.training.algorithms.advantages import Credits, estimate, rehearse_estimator
+from areal.training.algorithms.advantages import Credits, estimate
+from areal.training.algorithms.estimators import rehearse_estimator
 from areal.training.algorithms.objectives import mask_of, rehearse
 from areal.training.algorithms.token_loss import TokenLoss, Tokens, mask_sequences
 from areal.training.packed import FlatBatch, PackedRow

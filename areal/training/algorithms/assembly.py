@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from areal.base import extensions
 from areal.config.trainer_section import TrainerConfig
 from areal.training.algorithms.algorithm import Algorithm, RowOutputs
 from areal.training.algorithms.reference import with_reference
-from areal.training.algorithms.token_loss import TokenLoss, interpolated_proximal
+from areal.training.algorithms.token_loss import TokenLoss
 from areal.training.packed import PackedRow
 
 
@@ -32,3 +35,13 @@ def algorithm_of(policy: Algorithm, config: TrainerConfig, vocabulary: int) -> A
 
     needs = {**algorithm.needs, **({"proximal": "trainer.proximal"} if recompute else {})}
     return replace(algorithm, loss=loss, needs=needs)
+
+
+def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -> Tensor:
+    """log pi_prox, between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547, eq. 3).
+
+    alpha log pi_behav + (1 - alpha) log pi_theta, alpha = 1 / staleness; a token of the current version has alpha 0.
+    staleness: [S], versions between a token's sampling and this step.
+    """
+    alpha = torch.where(staleness > 0, 1.0 / staleness.clamp(min=1), 0.0)
+    return (alpha * logp_behav + (1 - alpha) * logp).detach()

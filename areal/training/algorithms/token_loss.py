@@ -154,13 +154,3 @@ def masked_surrogate(tokens: Tokens, beyond: Tensor, config: TrainerConfig) -> T
     w = behaviour_weight(tokens, config)
     J = torch.where(beyond, 0.0, w * ratio(tokens.log_u) * tokens.A)
     return TokenLoss(loss=-J, clipped=beyond | (w == 0))
-
-
-def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -> Tensor:
-    """log pi_prox, between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547, eq. 3).
-
-    alpha log pi_behav + (1 - alpha) log pi_theta, alpha = 1 / staleness; a token of the current version has alpha 0.
-    staleness: [S], versions between a token's sampling and this step.
-    """
-    alpha = torch.where(staleness > 0, 1.0 / staleness.clamp(min=1), 0.0)
-    return (alpha * logp_behav + (1 - alpha) * logp).detach()

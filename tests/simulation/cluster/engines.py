@@ -18,9 +18,9 @@ import numpy as np
 
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_process import EngineStats
 from areal.generation.engine_weights import LoadTimes
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.table import Finish, Generation
 from areal.samples.trajectory import Group, TokenScores
 from simulation.cluster.costs import Costs

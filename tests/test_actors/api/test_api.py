@@ -32,7 +32,7 @@ from areal.base.processes import KEYS, ROOT
 from areal.config import dump_config
 from areal.config.scoring import RewardConfig
 from areal.rewards.lookup import of_object
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.worker import RewardFailed
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, config_of_run
 from areal.workflows import begin, turns

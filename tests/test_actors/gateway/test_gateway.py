@@ -39,7 +39,7 @@ from areal.config import Config
 from areal.extensions.agents import openai_api, openai_endpoint
 from areal.extensions.agents.parsers import Parsed, Parsers
 from areal.extensions.prometheus.prometheus import Numbers
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.table import Generation
 from areal.samples.trajectory import Group, Note, Trajectory
 from areal.staleness.ledger_state import EXPIRED, Batch, GroupState

@@ -17,7 +17,7 @@ from actors.master.session_records import SessionRecords
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.sources import open_source
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import snapshot_of
 from areal.storage.journal import Journal
 
 OF_GROUPS = [part.name for kind in (GroupTally, SessionRecords) for part in fields(kind)]

@@ -33,7 +33,7 @@ from areal.extensions.programs.outside import SandboxError
 from areal.extensions.sandboxes.sandbox_tasks import RowError
 from areal.samples.pictures import digest_of
 from areal.samples.trajectory import Note, TokenScores, Trajectory
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.named_workflows import resolve_workflow
 from protocols.bus_errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.membership_messages import Member, Policy
 from protocols.messages import Permit, StoreSamples

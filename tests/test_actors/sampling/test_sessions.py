@@ -29,7 +29,7 @@ from areal.data.rows import Row
 from areal.extensions.programs.outside import Outcome, SandboxError, open_sandbox
 from areal.extensions.programs.slots import Programs
 from areal.generation.routing import GeneratorLoad
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.pictures import digest_of, digests_in
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores, Trajectory

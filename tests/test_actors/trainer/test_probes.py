@@ -7,7 +7,7 @@ import numpy as np
 from support.small_runs import ten_steps
 
 from actors.trainer.probes import Probes
-from areal.samples.trajectory import random_groups
+from areal.training.model_checks import random_groups
 
 
 def test_engines_are_not_asked_for_the_logprobs_of_prompts_with_pictures_since_they_get_tokens_alone():

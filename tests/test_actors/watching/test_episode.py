@@ -9,7 +9,7 @@ from rich.console import Console
 
 from actors.watching.episode import LONGEST, CompletionScore, Episode, Turn, show
 from areal.extensions.agents.parsers import Parsed
-from areal.rewards.result import Result
+from areal.rewards.functions import Result
 from areal.samples.table import Generation
 from areal.workflows.forest import Forest
 

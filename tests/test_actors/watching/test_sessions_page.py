@@ -8,8 +8,8 @@ from actors.gateway.ledger_sessions import LedgerSessions
 from actors.watching.dashboard import application
 from areal.extensions.desk.run_view import RunView
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_snapshot import snapshot_of
-from areal.staleness.ledger_state import LedgerSettings, LedgerState, event_record
+from areal.staleness.ledger_records import event_record, snapshot_of
+from areal.staleness.ledger_state import LedgerSettings, LedgerState
 from areal.storage.journal import Journal
 
 SETTINGS = LedgerSettings(

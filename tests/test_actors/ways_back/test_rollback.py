@@ -32,7 +32,8 @@ from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records, record_of, set_aside
 from areal.storage.run_files import CHANGES, ROLLOUTS
 from areal.storage.run_folder import RunFolder, checkpoint_of, first_version, metrics_of, origins_of
-from areal.storage.spool import Spool, SpoolDamage
+from areal.storage.spool import Spool
+from areal.storage.spool_file import SpoolDamage
 from protocols.session_messages import DiscardSession
 
 STEPS, EVERY, B = 20, 2, 2

@@ -21,7 +21,8 @@ from support.tiny_pictures import bomb, png
 from areal.base.errors import UserError
 from areal.config import load_config
 from areal.config.data_section import DataConfig, RowsConfig
-from areal.data.rows import prompt_or_none, prompt_text
+from areal.data.prompt_forms import prompt_or_none
+from areal.data.rows import prompt_text
 from areal.data.sources import open_source, read_row
 from areal.samples.pictures import DIGESTS, digest_of
 

@@ -46,8 +46,7 @@ from areal.devices import SHARES
 from areal.extensions.lora.lora import add_adapters, write_adapter
 from areal.extensions.selftest.transfer_checks import Receiving, Sending
 from areal.generation import engine_start, engine_weights
-from areal.generation.engine_process import EngineError
-from areal.generation.engine_sequences import EngineStats
+from areal.generation.engine_process import EngineError, EngineStats
 from areal.generation.engine_start import EngineUse, stop_tokens
 from areal.generation.generation_engine import GenerationEngine
 from areal.generation.offered_weights import WeightLoadError

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.generation.routing import (
-    REST_SECONDS,
-    Concurrency,
-    GeneratorLoad,
-    expected,
-    fullness,
-    groups_that_fit,
-    plan_moves,
-)
+from areal.generation.moves import REST_SECONDS, plan_moves
+from areal.generation.routing import Concurrency, GeneratorLoad, expected, fullness, groups_that_fit
 
 # ------------------------------------------------------------------------------------ a model of engines with little KV
 
@@ -28,7 +21,7 @@ PROMPT = 50
 
 @dataclass(frozen=True)
 class Sequence:
-    """One that an asker has at a generator (areal.generation.routing.Sequence)."""
+    """One that an asker has at a generator (areal.generation.moves.Sequence)."""
 
     number: int
     generator: str

@@ -15,8 +15,8 @@ from areal.config.data_section import DataConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data.sources import open_source
 from areal.extensions.environments import reasoning_tasks
+from areal.rewards.functions import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 from areal.rewards.lookup import check, check_groups, find, resolve, with_groups
-from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 
 def test_exact_match_takes_the_completion_or_its_last_line():

@@ -15,8 +15,9 @@ from areal.base.errors import UserError
 from areal.config.scoring import RewardConfig
 from areal.data import addition
 from areal.rewards.functions import Traits
-from areal.rewards.pool import Quarantine, RewardPool, digest
-from areal.rewards.worker_processes import RewardFailed
+from areal.rewards.pool import RewardPool, digest
+from areal.rewards.quarantine import Quarantine
+from areal.rewards.worker import RewardFailed
 
 OWN = textwrap.dedent(
     """
@@ -328,7 +329,7 @@ async def test_a_queued_job_is_refused_once_its_input_has_cost_too_many_workers(
 
 
 def test_what_is_remembered_of_inputs_is_bounded(monkeypatch):
-    monkeypatch.setattr("areal.rewards.pool.SUSPECTS", 2)
+    monkeypatch.setattr("areal.rewards.quarantine.SUSPECTS", 2)
     quarantine = Quarantine(1)
     for name in ("a", "b", "c"):
         quarantine.lost(digest(name))

@@ -26,11 +26,11 @@ from hypothesis.stateful import (
 )
 
 from actors.gateway.ledger_sessions import LedgerSessions
-from areal.staleness import ledger_snapshot
+from areal.staleness import ledger_records
 from areal.staleness.invariants import check_invariants
 from areal.staleness.leases import Leases
 from areal.staleness.ledger import Ledger, ReportAnswer, RunEnded, Schedule, Waiting, schedulable
-from areal.staleness.ledger_snapshot import snapshot_of
+from areal.staleness.ledger_records import event_of, event_record, snapshot_of
 from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,
@@ -54,8 +54,6 @@ from areal.staleness.ledger_state import (
     Requeued,
     Room,
     Started,
-    event_of,
-    event_record,
 )
 
 LEASE = 30.0
@@ -96,7 +94,7 @@ def replay(events: list[Event], settings: LedgerSettings) -> Ledger:
 
 
 def load(dump: dict[str, Any]) -> Ledger:
-    return Ledger(ledger_snapshot.state_of(dump))
+    return Ledger(ledger_records.state_of(dump))
 
 
 def unbatched(ledger: Ledger) -> list[LedgerGroup]:

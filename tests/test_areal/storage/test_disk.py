@@ -28,7 +28,8 @@ from areal.storage.claim import check_room
 from areal.storage.disk import Backlog, DiskRetry, Reserve, append, rename, replace, running_out, shortage
 from areal.storage.events import EventLog
 from areal.storage.journal import Journal
-from areal.storage.spool import Spool, SpoolError
+from areal.storage.spool import Spool
+from areal.storage.spool_file import SpoolError
 from areal.weights.folders import atomic_folder, write_tensors
 
 

@@ -17,12 +17,13 @@ import pytest
 from support.stored_samples import put
 
 import areal.storage.database
-import areal.storage.spool
+import areal.storage.spool_file
 from areal.base.errors import UserError
 from areal.samples.table import COLUMNS, Generation
 from areal.samples.trajectory import Branch, Group, Note, Trajectory
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed, unpacked
-from areal.storage.spool import Spool, SpoolError, SpoolPart
+from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool_file import SpoolError
 
 
 @pytest.fixture
@@ -506,8 +507,8 @@ def test_a_spool_is_that_of_one_run(path: Path):
 
 def with_column(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     """From now on the program has one more column in its table of parts."""
-    parts = areal.storage.spool._PARTS
-    monkeypatch.setattr(areal.storage.spool, "_PARTS", parts.replace("UNIQUE", f"novelty {rule}, UNIQUE", 1))
+    parts = areal.storage.spool_file._PARTS
+    monkeypatch.setattr(areal.storage.spool_file, "_PARTS", parts.replace("UNIQUE", f"novelty {rule}, UNIQUE", 1))
 
 
 @pytest.mark.parametrize(("rule", "value"), [("TEXT NOT NULL DEFAULT 'x'", "x"), ("INTEGER", None)])

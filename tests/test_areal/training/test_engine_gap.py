@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_training import eager, make_batch, make_forest, make_model, settings
 
-from areal.samples.trajectory import random_groups
 from areal.training.engine_gap import KNOWN, PROBE_TOKENS, EngineGaps, probe_of
+from areal.training.model_checks import random_groups
 from areal.training.packed import FlatBatch
 from areal.training.training_engine import TrainingEngine
 

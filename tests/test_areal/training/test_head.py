@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal.base.errors import UserError
 from areal.cpu.processor import avoid_broken_amx
 from areal.training import head
-from areal.training.head import Head, LogitCurve, linear_logprobs
+from areal.training.head import Head, linear_logprobs
+from areal.training.logit_curve import LogitCurve
 
 CURVES = [LogitCurve(), LogitCurve(scale=0.25), LogitCurve(cap=3.0), LogitCurve(scale=2.0, cap=5.0)]
 TEMPERATURE = 0.7

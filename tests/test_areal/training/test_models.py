@@ -33,8 +33,7 @@ from transformers import modeling_utils
 
 from areal.base.errors import UserError
 from areal.extensions.selftest import references
-from areal.samples.trajectory import random_groups
-from areal.training.model_checks import what_is_missing
+from areal.training.model_checks import random_groups, what_is_missing
 from areal.training.training_engine import TrainingEngine
 from areal.weights.wrappers import published_shapes
 

@@ -13,16 +13,10 @@ from areal.config import dump_config, load_config
 from areal.config.named_objectives import OBJECTIVES
 from areal.config.trainer_section import TrainerConfig
 from areal.extensions.losses.m2po import within_second_moment
+from areal.training.algorithms.assembly import interpolated_proximal
 from areal.training.algorithms.objectives import objective_of, rehearse
 from areal.training.algorithms.reference import kl, kl_penalty
-from areal.training.algorithms.token_loss import (
-    LOG_RATIO_BOUND,
-    TokenLoss,
-    Tokens,
-    behaviour_weight,
-    interpolated_proximal,
-    mask_sequences,
-)
+from areal.training.algorithms.token_loss import LOG_RATIO_BOUND, TokenLoss, Tokens, behaviour_weight, mask_sequences
 
 SURROGATES = [name for name in OBJECTIVES if objective_of(name) is objective_of("decoupled_ppo")]
 WEIGHTS = ["full", "truncated", "masked", "masked_kl", "none"]

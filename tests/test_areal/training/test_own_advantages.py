@@ -7,7 +7,8 @@ import pytest
 from support.tiny_training import TEMPERATURE, make_forest, make_model, settings
 
 from areal.base.errors import UserError
-from areal.training.algorithms.advantages import Credits, estimate, rehearse_estimator
+from areal.training.algorithms.advantages import Credits, estimate
+from areal.training.algorithms.estimators import rehearse_estimator
 from areal.training.training_engine import TrainingEngine
 
 NUMBER = 3

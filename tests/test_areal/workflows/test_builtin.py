@@ -10,7 +10,8 @@ from fakes.scripted_policy import EOS, Characters, Session, byte_tokenizer
 from areal.base.errors import UserError
 from areal.base.text import python_call
 from areal.data.rows import Row
-from areal.workflows.builtin import FEEDBACK, resolve_workflow, texts_of
+from areal.workflows.builtin import FEEDBACK
+from areal.workflows.named_workflows import resolve_workflow, texts_of
 
 ROW = Row(index=0, prompt="1+1=", answer="2", reward=None, fields={"prompt": "a75b48=", "answer": "132"})
 

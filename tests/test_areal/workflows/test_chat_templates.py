@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.samples.table import Generation
-from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
-from areal.workflows.conversation import Conversation, check_shown, user
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate, check_shown
+from areal.workflows.conversation import Conversation, user
 
 SPECIAL = ["<bos>", "<start>", "<end>", "<close>", "<call>", "<after>", "<result>", "<tools>"]
 TEXT = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"

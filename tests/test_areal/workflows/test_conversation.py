@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from areal.base.text import python_call
 from areal.samples.table import Generation
-from areal.workflows.conversation import Conversation, begin, keep_until, user
+from areal.workflows.conversation import Conversation, begin, user
+from areal.workflows.turn_ends import keep_until
 
 START, END, EOS = "<start>", "<end>", "<eos>"
 

@@ -12,7 +12,7 @@ from fakes.scripted_policy import Session, byte_tokenizer
 from areal.base.errors import ToolError, UserError
 from areal.data.rows import Row
 from areal.extensions.agents.function_tools import FunctionTools
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.named_workflows import resolve_workflow
 
 ROW = Row(index=0, prompt="Say.", answer=None, reward=None, fields={})
 DOCSTRING = '''"""Look up the weather of a city.

@@ -22,7 +22,7 @@ from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.agents import mcp_tools
 from areal.extensions.agents.mcp_tools import ServerFailed
-from areal.workflows.builtin import rehearse, resolve_workflow
+from areal.workflows.named_workflows import rehearse, resolve_workflow
 
 pytest.importorskip("mcp", reason="the MCP library is not installed")
 FAKES = Path(__file__).parents[3] / "fakes"

@@ -38,7 +38,7 @@ from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Parsers
 from areal.extensions.sandboxes import Limits, SandboxTools, Task
 from areal.samples.table import Generation
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.named_workflows import resolve_workflow
 
 WEATHER = {
     "type": "function",

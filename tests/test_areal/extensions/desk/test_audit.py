@@ -29,7 +29,8 @@ from areal.extensions.desk.audit import Audit, AuditFinding
 from areal.extensions.recipes.run_archive import unpack
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.ledger import Ledger
-from areal.staleness.ledger_state import Batch, Event, LedgerSettings, LedgerState, event_record
+from areal.staleness.ledger_records import event_record
+from areal.staleness.ledger_state import Batch, Event, LedgerSettings, LedgerState
 from areal.storage.journal import Journal, event_checksum
 from areal.storage.records import line_of, record_of
 from areal.storage.rollouts import RolloutWriter

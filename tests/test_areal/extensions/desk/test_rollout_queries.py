@@ -13,8 +13,8 @@ from support.rollout_files import sample, write_model, write_pictured_run, write
 from areal.__main__ import main
 from areal.base.errors import UserError
 from areal.extensions.desk import rollout_queries as rollouts
+from areal.extensions.desk.pieces import pieces
 from areal.extensions.desk.rollout_queries import COLUMNS, Rollouts, Where, condition, sql_condition
-from areal.samples.trajectory import pieces
 from areal.storage.record import KeptRollouts, Record
 from areal.storage.rollout_files import SCHEMA
 

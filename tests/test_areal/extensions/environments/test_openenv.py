@@ -12,7 +12,7 @@ from fakes.scripted_policy import Session
 from areal.base.errors import UserError
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
-from areal.workflows.builtin import rehearse, resolve_workflow
+from areal.workflows.named_workflows import rehearse, resolve_workflow
 
 installed = pytest.mark.skipif(importlib.util.find_spec("openenv") is None, reason="openenv is not installed")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from areal.base.errors import UserError
 from areal.extensions.judges.verdict_reading import choice_in, field_in, number_in, number_of
+from areal.rewards.functions import RewardError
 from areal.rewards.lookup import check, resolve
-from areal.rewards.result import RewardError
 
 
 @contextlib.asynccontextmanager

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 from aiohttp import web
 
+from areal.rewards.functions import RewardError
 from areal.rewards.lookup import resolve
-from areal.rewards.result import RewardError
 
 
 @contextlib.asynccontextmanager

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from areal.extensions.math import final_answer, limits, math_answers
+from areal.rewards.functions import RewardError
 from areal.rewards.lookup import resolve
-from areal.rewards.result import RewardError
 
 BY_KIND = Path(__file__).with_name("math_answers_by_kind.txt").read_text().splitlines()
 GSM8K = Path(__file__).with_name("gsm8k_test_answers.txt").read_text().splitlines()[2:]

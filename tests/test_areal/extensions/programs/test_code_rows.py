@@ -21,7 +21,7 @@ from programs.code_sets import (
 )
 
 from areal.extensions.programs.code_rows import Asserts, Calls, Outputs, read_tests, solutions_of
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 PAIRS = [("1 2\n", "3\n"), ("10 20\n", "30\n")]
 

@@ -15,7 +15,7 @@ from programs.right_programs import right_programs
 from support.process_tree import needs_namespaces
 
 from areal.extensions.programs.code_tests import CodeTests, same_result
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 pytestmark = needs_namespaces
 

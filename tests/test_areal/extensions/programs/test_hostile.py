@@ -8,7 +8,7 @@ import pytest
 from support.process_tree import needs_namespaces
 
 from areal.extensions.programs.code_tests import CodeTests
-from areal.rewards.result import RewardError
+from areal.rewards.functions import RewardError
 
 pytestmark = needs_namespaces
 

@@ -34,6 +34,7 @@ from support.tiny_training import (
 from torch.overrides import TorchFunctionMode
 
 from areal.base.errors import UserError
+from areal.extensions.parallel.ulysses import filled
 from areal.extensions.routing.expert_routing import Routing, routing_of
 from areal.extensions.routing.routes import RouteReplay
 from areal.samples.trajectory import Branch, Group, Trajectory
@@ -180,7 +181,7 @@ def test_the_pass_at_a_token_has_the_routes_of_the_token_that_it_sampled():
     assert flat.inputs["routes"].tolist() == [[0, 0], [1, 2], [3, 1], [0, 2], [0, 0]]
     row = pack(flat, flat.trained(None), [0], torch.device("cpu"))
     assert row.inputs["routes"].tolist() == flat.inputs["routes"].tolist()
-    assert row.filled(2).inputs["routes"].tolist() == [*flat.inputs["routes"].tolist(), [0, 0], [0, 0]]
+    assert filled(row, 2).inputs["routes"].tolist() == [*flat.inputs["routes"].tolist(), [0, 0], [0, 0]]
     with pytest.raises(ValueError, match="only 1 of 2 sequences have routes"):
         FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=routes), trajectory(5, 2)))], minibatches=1)
 

@@ -17,7 +17,7 @@ from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.programs.outside import SandboxError
 from areal.extensions.sandboxes import sandboxes as sandboxes_module
-from areal.workflows.builtin import rehearse, resolve_workflow
+from areal.workflows.named_workflows import rehearse, resolve_workflow
 
 WORLD, *ARGUMENTS = os.environ.get("AREAL_TEST_CONTAINER", "").split() or [""]
 PROGRAM = WORLD.partition(":")[0]

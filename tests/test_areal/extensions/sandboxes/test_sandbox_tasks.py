@@ -23,7 +23,7 @@ from areal.extensions.sandboxes import sandbox_tasks
 from areal.extensions.sandboxes import sandboxes as sandboxes_module
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
-from areal.workflows.builtin import examine, resolve_workflow
+from areal.workflows.named_workflows import examine, resolve_workflow
 
 # Fields as the sets have them: SWE-bench's lists are JSON.
 SWE_BENCH = {

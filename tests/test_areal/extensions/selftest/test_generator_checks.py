@@ -17,7 +17,7 @@ from areal.extensions.selftest.generator_checks import GenerationChecks
 from areal.extensions.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.extensions.selftest.transfer_checks import Sending
 from areal.extensions.selftest.verdicts import check_engine, check_versions
-from areal.generation import engine_sequences
+from areal.generation import engine_process
 from areal.generation.engine_weights import LoadTimes
 from areal.weights.folders import write_weights
 from areal.weights.model_files import WEIGHTS_FILE
@@ -85,12 +85,12 @@ async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fa
 
 
 async def test_an_engine_that_names_versions_one_off_fails(generator, folder, monkeypatch):
-    add = engine_sequences.EngineSequence.add
+    add = engine_process.EngineSequence.add
 
     def one_off(stream, output, logprobs, version):
         add(stream, output, logprobs, str(int(version) + 1))
 
-    monkeypatch.setattr(engine_sequences.EngineSequence, "add", one_off)
+    monkeypatch.setattr(engine_process.EngineSequence, "add", one_off)
     _, versions, _ = await interrupted(generator, folder, "off")
     assert versions.result == "FAILED"
 

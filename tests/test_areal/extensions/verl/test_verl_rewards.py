@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from areal.base.errors import UserError
+from areal.rewards.functions import Result, RewardError, as_result
 from areal.rewards.lookup import check, resolve
-from areal.rewards.result import Result, RewardError, as_result
 
 FOR_VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

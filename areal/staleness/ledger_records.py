@@ -1,11 +1,35 @@
-"""The snapshot of the ledger's state, fit for JSON: the whole state except the story of the groups."""
+"""The ledger as JSON, for the journal: events as records, and a snapshot of the state without the story of groups."""
 
+import re
 from collections import Counter
-from typing import Any
+from typing import Any, cast, get_args
 
 from areal.base.fields import with_defaults
 from areal.staleness import ledger_state
-from areal.staleness.ledger_state import LedgerState, fields_of, with_tuples
+from areal.staleness.ledger_state import Event, LedgerState
+
+_KINDS: dict[type, str] = {
+    event: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower() for event in get_args(Event)
+}
+_EVENTS: dict[str, type] = {kind: event for event, kind in _KINDS.items()}
+
+
+def event_record(event: Event) -> tuple[str, dict[str, Any]]:
+    """Return the event as a kind (its class name in snake case) and a body fit for JSON."""
+    return _KINDS[type(event)], fields_of(event)
+
+
+def event_of(kind: str, body: dict[str, Any]) -> Event | None:
+    """Return the event of a record, perhaps after JSON; None if the record is no event of the ledger."""
+    return cast(Event, _EVENTS[kind](**with_tuples(body))) if kind in _EVENTS else None
+
+
+def fields_of(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+def with_tuples(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
 
 
 def snapshot_of(state: LedgerState) -> dict[str, Any]:
