@@ -7,6 +7,7 @@
 probability of 95 %. Bands are computed from runs of at least SEEDS seeds.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,19 +23,20 @@ from areal.storage.disk import replace
 from areal.storage.record import Record
 
 SEEDS, LAST_STEPS, CURVE_POINTS = 3, 10, 24
+STOPPED_SECONDS = 60.0
 # Student's t at 97.5 %, by degrees of freedom.
 _T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 TIMES = {"engine_gap": 10.0, "minutes": 2.0}
 """A figure may be so many times the largest figure seen: rounding depends on the data, time on the machine."""
-_KEYS = {"needs": "", "overrides": [], "quick": [], "before": [], "command": ""}
+_KEYS = {"needs": "", "overrides": [], "quick": [], "before": [], "command": "", "alerts": []}
 
 
 @dataclass(frozen=True)
 class RunRecipe:
     """A recipe. name: the name of its runs and files. run: `needs`, in words, a part that a machine may lack;
     `overrides`, changes to the configuration, and `quick`, the changes in their place with --quick; `before`, commands
-    that make the inputs; `command` starts a run with changes as its arguments, in place of `areal run`. A user types
-    the commands in the clone. runs, bands: written by --write."""
+    that make the inputs; `command` starts a run with changes as its arguments, in place of `areal run`; `alerts` are
+    expected at the end. A user types the commands in the clone. runs, bands: written by --write."""
 
     name: str
     config: Path
@@ -73,7 +75,7 @@ class RunRecipe:
         lines = [] if run["ok"] else ["the run did not reach its end"]
         if run["staleness"] is not None and run["staleness"] > run["bound"]:
             lines.append(f"staleness {run['staleness']} is over its bound {run['bound']}")
-        lines += [f"alert: {alert}" for alert in run["alerts"]]
+        lines += [f"alert: {alert}" for alert in run["alerts"] if alert not in self.run["alerts"]]
         for name, band in self.bands.items() if not quick else ():
             value = _figure(run, name)
             low, high = band.get("low", -math.inf), band.get("high", math.inf)
@@ -86,7 +88,6 @@ class RunRecipe:
 def figures(record: Record) -> dict[str, Any]:
     """Return the figures of a finished run, as JSON. A figure that the run lacks is None."""
     scores, rewards = [*map(_scores, record.metrics.evaluations)], record.metrics.series("reward_mean")
-    begin = min((event["time"] for event in record.events), default=record.metrics.times[0])
     alerts_of, age = part_of("alerts", "of_record"), staleness_of(record)
     return {
         "ok": bool(record.summary["ok"]),
@@ -98,10 +99,19 @@ def figures(record: Record) -> dict[str, Any]:
         "bound": record.summary.get("max_staleness"),
         "staleness_mean": None if math.isnan(age) else age,
         "engine_gap": max((gap for gap in record.metrics.series("engine_gap") if not math.isnan(gap)), default=None),
-        "minutes": (record.metrics.times[-1] - begin) / 60,
+        "minutes": _seconds_up(record) / 60,
         "alerts": [alert.name for alert, _ in alerts_of(record)] if alerts_of else [],
         "curve": _thinned(rewards),
     }
+
+
+def _seconds_up(record: Record) -> float:
+    """Return the seconds from the start of a run to its last step, without the time between a stop and a resumption.
+    Events come every second."""
+    end = record.metrics.times[-1]
+    times = sorted([*record.metrics.times, *(event["time"] for event in record.events if event["time"] < end)])
+    gaps = (after - before for before, after in itertools.pairwise(times))
+    return end - times[0] - sum(gap for gap in gaps if gap > STOPPED_SECONDS)
 
 
 def bands(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from areal.base.errors import UserError
 from areal.base.processes import ROOT
 from areal.extensions.recipes.machine import machine
 from areal.extensions.recipes.recipe import RunRecipe, bands, figures
-from areal.extensions.recipes.recipe_check import check
+from areal.extensions.recipes.recipe_check import check, model_name
 from areal.storage.record import Record
 from areal.storage.records import line_of
 
@@ -77,7 +77,7 @@ def test_bands_of_fewer_than_three_seeds_and_unknown_keys_are_refused(recipe, tm
     with pytest.raises(UserError, match="2 of 3 seeds have run"):
         recipe.written([ended(0), ended(1)])
     (tmp_path / "expect.yaml").write_text("run: {beside: x}\n")
-    with pytest.raises(UserError, match="`run` has needs, overrides, quick, before, command, and nothing else"):
+    with pytest.raises(UserError, match="`run` has needs, overrides, quick, before, command, alerts, and nothing else"):
         RunRecipe.of(tmp_path)
     with pytest.raises(UserError, match="no recipe"):
         RunRecipe.of(tmp_path / "absent")
@@ -96,8 +96,30 @@ def test_a_recipe_that_this_machine_cannot_run_is_not_run_and_no_fault(tmp_path,
     assert check(options) == 0 and "not run: it needs a GPU of 24 GB" in capsys.readouterr().out
 
 
-def test_the_figures_of_a_run_are_those_of_its_record(tmp_path):
-    steps = [{"step": n, "time": 60.0 * n, "reward_mean": n / 100, "engine_gap": 1e-6 * n} for n in range(1, 49)]
+def test_an_alert_that_a_recipe_expects_is_no_fault(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: m\n")
+    (tmp_path / "expect.yaml").write_text("run: {alerts: [no signal]}\n")
+    lines = RunRecipe.of(tmp_path).faults(ended(0, alerts=["no signal", "collapse"]))
+    assert lines == ["alert: collapse"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("runs/models/quickstart", "quickstart"),
+        ("hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/1f2e", "HuggingFaceTB/SmolLM2-135M"),
+    ],
+)
+def test_a_model_from_the_hub_has_its_name_there(folder, name):
+    assert model_name(Path(folder)) == name
+
+
+@pytest.mark.parametrize(("stopped", "minutes"), [(0.0, 48), (3600.0, 47)])
+def test_the_figures_of_a_run_are_those_of_its_record(tmp_path, stopped, minutes):
+    times = [60.0 * n + stopped * (n > 24) for n in range(1, 49)]
+    steps = [
+        {"step": n, "time": time, "reward_mean": n / 100, "engine_gap": 1e-6 * n} for n, time in enumerate(times, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(map(line_of, steps)))
     evaluation = {"version": 48, "accuracy": None, "benchmarks": {"sums": {"accuracy": 0.5, "standard_error": 0.1}}}
     (tmp_path / "evaluations.jsonl").write_text(line_of(evaluation))
@@ -105,6 +127,6 @@ def test_the_figures_of_a_run_are_those_of_its_record(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"ok": True, "staleness_max": 1, "max_staleness": 2}))
     (tmp_path / "config.yaml").write_text("model: m\n")
     ending = figures(Record(tmp_path))
-    assert ending["accuracy"] == 0.5 and ending["minutes"] == 48 and ending["engine_gap"] == 48e-6
+    assert ending["accuracy"] == 0.5 and ending["minutes"] == minutes and ending["engine_gap"] == 48e-6
     assert ending["curve"][:2] == [0.015, 0.035] and len(ending["curve"]) == 24
     assert ending["reward"] == pytest.approx(0.435)
