@@ -34,6 +34,8 @@ RATIOS = {
         "ratio": "round trips, encrypted / bare pyzmq asyncio",
         "ratio_arrays": "arrays of 1 MiB / pyzmq with CURVE",
     },
+    "packing": {"ratio": "training, prefix trees / padding"},
+    "trainer_overhead": {"ratio": "a step of training / of a bare PyTorch loop"},
     "sandbox": {"ratio": "programs in the sandbox / bare"},
     "weights": {"ratio": "seconds of a plain file copy / of a hand-over by stream, 135M parameters"},
 }
@@ -83,7 +85,7 @@ docs/records/benchmarks/NAME.json` writes the linked file.
 |---|---|---|---|---|---|
 """
 _COLUMNS = ("recipe", "result", "before", "band", "staleness (bound)", "minutes", "curve", "model, data")
-_COLUMNS += ("steps x samples", "machine", "commit", "files")
+_COLUMNS += ("steps×samples", "machine", "commit", "files")
 
 
 def page() -> str:
@@ -117,11 +119,11 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield mean_text([seed["accuracy_before"] for seed in seeds])
     yield band_text(recipe.bands["accuracy"]) if "accuracy" in recipe.bands else "no band yet"
     mean = statistics.fmean(seed["staleness_mean"] for seed in seeds)
-    yield f"{mean:.1f}, at most {max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
+    yield f"{mean:.1f}, ≤{max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
     yield ", ".join(f"{seed['minutes']:.1f}" for seed in seeds)
     yield curve(seeds[0]["curve"])
     yield f"{figures['model']}, {figures['data']}"
-    yield f"{figures['steps']} x {figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    yield f"{figures['steps']}×{figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     yield _machine(made_on)
     yield made_on["commit"]
     links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
@@ -183,7 +185,8 @@ def _rounds(figures: Mapping[str, Any], key: str) -> str:
         best = figures.get(key.replace("ratio", "best"))
         return str(figures["rows"][best]["rounds"]) if best else str(figures.get("rounds", ""))
     seeds = {run["seed"] for run in figures.get("runs") or () if run.get("seed") is not None}
-    return str(figures.get("rounds") or len(seeds) or "")
+    lists = figures.get("tokens_per_second") or figures.get("cpu_seconds") or {"": ()}
+    return str(figures.get("rounds") or len(seeds) or len(next(iter(lists.values()))) or "")
 
 
 if __name__ == "__main__":
