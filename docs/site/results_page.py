@@ -46,10 +46,10 @@ This page lists the recipes that ran whole, and says how to check them.
 
 <!-- Written by docs/site/results_page.py from docs/records/: run it, do not edit. -->
 
-*result* is the held-out accuracy after the last step, as the mean over the seeds with its standard error; *before* is
-the accuracy before the first step; *band* is where a further seed ends with a probability of 95 % (`expect.yaml`
-beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the start; *commit* is
-the commit of the program that read the figures from the runs.
+Recipes are in `configs`. *result* is the held-out accuracy after the last step, as the mean over the seeds with its
+standard error; *before* is the accuracy before the first step; *band* is where a further seed ends with a probability
+of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the
+start; *commit* is the commit of the program that read the figures from the runs.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
@@ -113,8 +113,7 @@ def _rows() -> Iterator[str]:
 def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     seeds = figures["seeds"]
     made_on = seeds[0]["made_on"]
-    config = recipe.config.relative_to(ROOT) if recipe.config.is_absolute() else recipe.config
-    yield f"`{config.parent if config.name == 'run.yaml' else config}`"
+    yield recipe.name
     yield mean_text([seed["accuracy"] for seed in seeds])
     yield mean_text([seed["accuracy_before"] for seed in seeds])
     yield band_text(recipe.bands["accuracy"]) if "accuracy" in recipe.bands else "no band yet"
