@@ -81,7 +81,7 @@ def test_every_page_that_the_code_names_is_printed_by_this_name():
 
 
 PROSE = [page for page in PAGES if page not in EXTENSIONS or page.parent.name in ("evaluator", "gateway")]
-MOST_WORDS = 32400
+MOST_WORDS = 32310
 """Of README and docs/."""
 MOST_POINTING = (60, 5, 0.03)
 """Of a page: references and hard ones in 1,000 words, bare sentences (`support/prose.py`)."""
