@@ -236,12 +236,11 @@ class Planner:
             )
         ranks = splits[0][1]
         needed = training_memory(self.config, self.model, ranks, 3, True, self.work.sequence).total
-        trainer = self.config.trainer
-        untried = ["trainer.offload=optimizer, "] * (trainer.offload == "none")
-        untried += ["trainer.lora, "] * (trainer.lora is None)
+        untried = "trainer.offload=optimizer, " * (self.config.trainer.offload == "none")
+        untried += "trainer.lora, " * (self.config.trainer.lora is None)
         return (
             f"Training does not fit: on {ranks} devices each needs {needed / GIB:.1f} GiB of its "
-            f"{self._room / GIB:.1f} at ZeRO 3 with checkpointing: take {''.join(untried)}more "
+            f"{self._room / GIB:.1f} at ZeRO 3 with checkpointing: take {untried}more "
             f"trainer.sequence_parallel, a lower trainer.max_tokens_per_microbatch, or more devices."
         )
 

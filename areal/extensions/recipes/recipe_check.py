@@ -23,6 +23,7 @@ from areal.extensions.desk.sweep import Sweep, SweptRun, read_sweep
 from areal.extensions.recipes.machine import machine
 from areal.extensions.recipes.recipe import RunRecipe, band_text, figures
 from areal.extensions.recipes.run_export import export_run
+from areal.models import name_of
 from areal.storage.disk import replace
 from areal.storage.record import Record
 
@@ -97,20 +98,13 @@ def write_figures(name: str, records: Sequence[Record], folder: Path, most_mb: f
         seeds.append(earlier.get(identity["run"]) or identity | {"made_on": machine()} | figures(record))
     if not archive.exists():
         export_run(records[0].folder, archive, most_mb)
-    config, model = records[0].configuration.load(), model_name(Path(records[0].configuration.settings["model"]))
+    config, model = records[0].configuration.load(), name_of(records[0].configuration.settings["model"])
     source = config.data.source or config.data.named
     data = Path(source).name if Path(source).is_absolute() else source
     what = {"recipe": name, "model": model, "data": data, "steps": config.steps}
     what |= {"samples": config.batch_size * config.group_size, "record": archive.name, "seeds": seeds}
     replace(file, json.dumps(what, indent=1) + "\n")
     return seeds
-
-
-def model_name(folder: Path) -> str:
-    """Return a model's name on the hub if its folder is in the hub's cache, else the folder's name."""
-    if folder.parent.name != "snapshots":
-        return folder.name
-    return folder.parents[1].name.removeprefix("models--").replace("--", "/")
 
 
 def _cells(recipe: RunRecipe, seeds: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,8 @@ from areal.base.errors import UserError
 from areal.base.processes import ROOT
 from areal.extensions.recipes.machine import machine
 from areal.extensions.recipes.recipe import RunRecipe, bands, figures
-from areal.extensions.recipes.recipe_check import check, model_name
+from areal.extensions.recipes.recipe_check import check
+from areal.models import name_of
 from areal.storage.record import Record
 from areal.storage.records import line_of
 
@@ -111,7 +112,7 @@ def test_an_alert_that_a_recipe_expects_is_no_fault(tmp_path):
     ],
 )
 def test_a_model_from_the_hub_has_its_name_there(folder, name):
-    assert model_name(Path(folder)) == name
+    assert name_of(folder) == name
 
 
 @pytest.mark.parametrize(("stopped", "minutes"), [(0.0, 48), (3600.0, 47)])
