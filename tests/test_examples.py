@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -45,7 +45,7 @@ PACKAGES = {"agents_sdk": "agents", "dots": "torchvision", "gymnasium_game": "gy
 MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
 GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
 DEEPCODER = {"problem": "Add.", "tests": json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})}
-TAU2 = {"prompt": "retail task 7", "task": "7", "split": "train"}
+TAU2 = {"prompt": "retail task 7", "domain": "retail", "task": "7", "split": "train"}
 
 
 def code_of(example: str, file: str) -> ModuleType:
@@ -361,38 +361,67 @@ def test_the_answers_of_the_shops_rows_are_those_of_the_prices():
         assert int(row["answer"]) == int(n) * cost[a] + int(m) * cost[b]
 
 
-STAND_IN = """
+TAU2_STAND_IN = {
+    "__init__.py": "from tau2.runner import TextRunConfig",
+    "evaluator/__init__.py": "",
+    "evaluator/evaluator_nl_assertions.py": "DEFAULT_LLM_NL_ASSERTIONS, DEFAULT_LLM_NL_ASSERTIONS_ARGS = 'gpt-4.1', {}",
+    "runner.py": """
 import os
 from types import SimpleNamespace
+from tau2.evaluator import evaluator_nl_assertions as judge
 TextRunConfig = SimpleNamespace
 def get_tasks(domain, task_split_name, task_ids=None):
     return [SimpleNamespace(id=n) for n in task_ids or ["7", "8"]]
 def build_text_orchestrator(config, task):
-    assert config.llm_args_agent["api_base"] == os.environ["OPENAI_BASE_URL"] != config.llm_args_user["api_base"]
-    return task
-def run_simulation(task):
-    return SimpleNamespace(reward_info=SimpleNamespace(reward=float(task.id == "7")))
-"""
+    assert config.llm_args_agent["api_base"] != config.llm_args_user["api_base"] == "http://user/v1"
+    judged_by = judge.DEFAULT_LLM_NL_ASSERTIONS, judge.DEFAULT_LLM_NL_ASSERTIONS_ARGS
+    assert judged_by == (config.llm_user, config.llm_args_user)
+    assert config.seed is None and "OPENAI_BASE_URL" not in os.environ and "OPENAI_API_KEY" not in os.environ
+    return SimpleNamespace(task=task, done=task.id == "judge", to_role="user" if task.id == "user" else "agent")
+def run_simulation(conversation):
+    if conversation.task.id != "7":
+        raise ValueError("AssistantMessage must have either content or tool_calls.")
+    return SimpleNamespace(reward_info=SimpleNamespace(reward=1.0))
+""",
+}
 
 
-async def test_the_program_for_tau2_posts_the_reward_with_the_key_of_the_sample(endpoint, tmp_path):
-    (tmp_path / "tau2").mkdir()
-    (tmp_path / "tau2" / "__init__.py").write_text("from tau2.runner import TextRunConfig\n")
-    (tmp_path / "tau2" / "runner.py").write_text(STAND_IN)
-    program = [sys.executable, str(ROOT / "configs" / "examples" / "tau2_retail" / "agent.py")]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    writer = await asyncio.create_subprocess_exec(*program, "rows", "train", env=environment, stdout=subprocess.PIPE)
-    rows, _ = await writer.communicate()
-    assert json.loads(rows.splitlines()[0]) == TAU2
-    readable, writable = os.pipe()
-    os.write(writable, b"the key")
-    os.close(writable)
-    environment |= {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": "k", "AREAL_REWARD_FD": str(readable)}
-    environment |= {"TAU2_USER_URL": "http://user/v1", "TAU2_USER_MODEL": "user"}
+@pytest.fixture
+def tau2_program(tmp_path) -> Callable[..., Awaitable[tuple[int, bytes]]]:
+    """Run the example's program with a stand-in for tau2. Returns the exit code and the output."""
+    for name, text in TAU2_STAND_IN.items():
+        path = tmp_path / "tau2" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    async def start(*arguments: str, row: dict | None = None, url: str = "") -> tuple[int, bytes]:
+        readable, writable = os.pipe()
+        os.write(writable, b"the key")
+        os.close(writable)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "AREAL_REWARD_FD": str(readable)}
+        environment |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}
+        environment |= {"TAU2_USER_URL": "http://user/v1", "TAU2_USER_MODEL": "user"}
+        program = [sys.executable, str(ROOT / "configs" / "examples" / "tau2_retail" / "agent.py"), *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [readable]}
+        process = await asyncio.create_subprocess_exec(*program, env=environment, **pipes)
+        output, _ = await process.communicate(json.dumps(row).encode() + b"\n")
+        os.close(readable)
+        return process.returncode, output
+
+    return start
+
+
+async def test_the_program_for_tau2_posts_the_reward_with_the_key_of_the_sample(endpoint, tau2_program):
+    code, rows = await tau2_program("rows", "retail", "train")
+    assert code == 0 and json.loads(rows.splitlines()[0]) == TAU2
     endpoint.answers.append({})
-    process = await asyncio.create_subprocess_exec(
-        *program, env=environment, stdin=subprocess.PIPE, pass_fds=[readable]
-    )
-    await process.communicate(json.dumps(TAU2).encode() + b"\n")
-    os.close(readable)
-    assert process.returncode == 0 and endpoint.requests == [{"reward": 1.0, "key": "the key"}]
+    assert (await tau2_program(row=TAU2, url=endpoint.url))[0] == 0
+    assert endpoint.requests == [{"reward": 1.0, "key": "the key"}]
+
+
+@pytest.mark.parametrize(("turn", "posted"), [("agent", [0.0]), ("user", []), ("judge", [])])
+async def test_only_an_empty_turn_of_the_policy_is_a_task_not_done(turn, posted, endpoint, tau2_program):
+    endpoint.answers.append({})
+    code, _ = await tau2_program(row=TAU2 | {"task": turn}, url=endpoint.url)
+    assert [request["reward"] for request in endpoint.requests] == posted
+    assert (code == 0) == bool(posted)
