@@ -41,6 +41,7 @@ from areal.workflows.named_workflows import resolve_workflow
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
 ON_CPUS = ("own_reward", "own_loss", "difficulty", "feedback", "openai_agent", "distillation", "repositories", "dots")
+SMALL = ("async_judge", "code_sandbox", "gsm8k_lora")
 PACKAGES = {"agents_sdk": "agents", "dots": "torchvision", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
 MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
 GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
@@ -141,6 +142,15 @@ def test_an_example_passes_the_checks_of_a_dry_run(example, configured):
     config = on_this_machine(configured(example))
     rehearse_start(config, resume=False)
     assert config.name == example.replace("_", "-")
+
+
+@pytest.mark.parametrize("example", SMALL)
+def test_a_small_sibling_passes_the_checks_of_a_dry_run(example, chat_model, free_port, tmp_path):
+    values = [f"model={chat_model}", f"master.address=tcp://127.0.0.1:{free_port}", f"run_dir={tmp_path}"]
+    values += ["data.max_prompt_tokens=null", "generator.max_model_len=1024"]  # the tokens of `chat_model` are bytes
+    config = load_config(ROOT / "configs" / "examples" / example / f"{example}_small.yaml", values)
+    rehearse_start(on_this_machine(config), resume=False)
+    assert config.name == f"{example}_small".replace("_", "-")
 
 
 @pytest.mark.parametrize(("example", "package"), PACKAGES.items())
@@ -311,6 +321,13 @@ async def test_the_judge_asks_for_a_mark_and_an_answer_without_one_is_no_score(e
     assert "Why is the sky blue?" in question and "Light scatters." in question
     endpoint.chat("It is good.")
     with pytest.raises(ValueError, match="the judge wrote no mark, but 'It is good.'"):
+        await judge.score("chat", "Light scatters.", {"prompt": "Why is the sky blue?"})
+
+
+async def test_a_judge_that_does_not_answer_is_named_by_its_address(free_port):
+    judge = code_of("async_judge", "judge.py").Judge(f"http://127.0.0.1:{free_port}/v1", "judge")
+    judge.client.max_retries = 0
+    with pytest.raises(ConnectionError, match=f"the judge at http://127.0.0.1:{free_port}/v1/ does not answer"):
         await judge.score("chat", "Light scatters.", {"prompt": "Why is the sky blue?"})
 
 

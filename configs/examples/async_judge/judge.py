@@ -3,7 +3,7 @@
 import os
 import re
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 QUESTION = """Question: {question}
 
@@ -22,9 +22,13 @@ class Judge:
     async def score(self, prompt: str, completion: str, row: dict) -> tuple[float, dict[str, float]]:
         """Return the mark as 0 to 1, and the length as a part. Without a mark raises ValueError: the sample fails."""
         question = QUESTION.format(question=row["prompt"], answer=completion)
-        reply = await self.client.chat.completions.create(
-            model=self.model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=8
-        )
+        messages = [{"role": "user", "content": question}]
+        try:
+            reply = await self.client.chat.completions.create(
+                model=self.model, messages=messages, temperature=0, max_tokens=8
+            )
+        except APIConnectionError as error:
+            raise ConnectionError(f"the judge at {self.client.base_url} does not answer") from error
         text = reply.choices[0].message.content or ""
         if (mark := re.search(r"\b(10|\d)\b", text)) is None:
             raise ValueError(f"the judge wrote no mark, but {text!r}")
