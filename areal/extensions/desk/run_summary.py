@@ -103,4 +103,11 @@ def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("log-prob gap, max", _number(s["logprob_gap_max"], ".1e")),
         ("samples trained", f"{s['samples_trained']} ({_number(s['samples_per_second'], '.1f')} a second)"),
         ("seconds of training", f"{s['seconds']:.0f}"),
+        *_lost_groups(s),
     ]
+
+
+def _lost_groups(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the groups that were sampled again or discarded, by reason. Empty if no group was."""
+    counts = {"groups sampled again": s.get("groups_requeued"), "groups discarded": s.get("groups_discarded")}
+    return [(name, ", ".join(f"{n} ({why})" for why, n in by.items())) for name, by in counts.items() if by]

@@ -126,6 +126,8 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
         "evaluations": [],
         "samples_before": samples(same=1.0, risen=0.0, little=0.5, fallen=1.0),
         "samples_after": samples(same=1.0, risen=1.0, little=0.75, fallen=0.0),
+        "groups_requeued": {"reward": 26, "released by its owner": 2},
+        "groups_discarded": {},
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "config.yaml").write_text("data: {source: addition}\n")
@@ -145,6 +147,8 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
     for words in (f"dashboard {tmp_path}", f"rollouts {tmp_path}", f"run --resume {tmp_path} steps=10"):
         assert typed(words) in out.getvalue()
     assert f"{tmp_path}/report.html" in out.getvalue()
+    assert "│ groups sampled again │ 26 (reward), 2 (released by its owner) │" in lines
+    assert "groups discarded" not in out.getvalue()
 
 
 def test_alerts_are_named_when_a_run_has_ended(tmp_path):
