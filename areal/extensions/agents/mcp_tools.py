@@ -154,13 +154,14 @@ async def _run_session(
     """Start a session, set `ready` to the session and its tools, and end the session when it is `over`."""
     from mcp import Client, StdioServerParameters, stdio_client
 
-    transport: Any = server.url
-    if server.command:
-        program, *arguments = tied(server.command, *server.args)
-        environment = plain_environment(server.pass_env) | server.env
-        started = StdioServerParameters(command=program, args=arguments, env=environment)
-        transport = stdio_client(started, errors)
     async with contextlib.AsyncExitStack() as stack:
+        if server.command:
+            program, *arguments = tied(server.command, *server.args)
+            environment = plain_environment(server.pass_env) | server.env
+            started = StdioServerParameters(command=program, args=arguments, env=environment)
+            transport = stdio_client(started, errors)
+        else:
+            transport = await stack.enter_async_context(_http_transport(str(server.url), timeout_seconds))
         async with _starts(asyncio.get_running_loop()), asyncio.timeout(timeout_seconds):
             client = await stack.enter_async_context(Client(transport, read_timeout_seconds=timeout_seconds))
             page = await client.list_tools()
@@ -170,6 +171,24 @@ async def _run_session(
                 tools = [*tools, *page.tools]
         ready.set_result((client, tools))
         await over.wait()
+
+
+@contextlib.asynccontextmanager
+async def _http_transport(url: str, timeout_seconds: float) -> AsyncIterator[Any]:
+    """Open the connections of a sample to a URL. The session limits how long a call waits for its result."""
+    from httpx2 import AsyncClient, Timeout
+    from mcp.client.streamable_http import streamable_http_client
+
+    async with AsyncClient(verify=_certificates(), timeout=Timeout(timeout_seconds, read=None)) as client:
+        yield streamable_http_client(url, http_client=client)
+
+
+@functools.cache
+def _certificates() -> Any:
+    """Return the certificates for connections of all samples: to load them takes 20 ms of the loop."""
+    from httpx2 import create_ssl_context
+
+    return create_ssl_context()
 
 
 @functools.cache

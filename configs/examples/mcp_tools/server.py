@@ -1,6 +1,13 @@
-"""An MCP server with a single tool, on standard streams or, with a port, by streamable HTTP."""
+"""An MCP server with a single tool, on standard streams or, with a port, by streamable HTTP.
 
+server.py PORT ARGUMENTS... serves while a Python of these arguments runs.
+"""
+
+import socket
+import subprocess
 import sys
+import threading
+import time
 
 from mcp.server.mcpserver import MCPServer
 
@@ -15,8 +22,20 @@ def price(fruit: str) -> str:
     return f"There is no {fruit}." if cost is None else f"One {fruit} costs {cost}."
 
 
+def serve_during(port: int, arguments: list[str]) -> int:
+    """Serve while a Python of these arguments runs. Returns its exit code."""
+    serving = threading.Thread(target=server.run, args=["streamable-http"], kwargs={"port": port}, daemon=True)
+    serving.start()
+    while serving.is_alive() and socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.1)
+    return subprocess.call([sys.executable, *arguments]) if serving.is_alive() else 1
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        server.run("streamable-http", port=int(sys.argv[1]))
-    else:
-        server.run()
+    match sys.argv[1:]:
+        case []:
+            server.run()
+        case [port]:
+            server.run("streamable-http", port=int(port))
+        case [port, *arguments]:
+            sys.exit(serve_during(int(port), arguments))
