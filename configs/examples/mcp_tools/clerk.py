@@ -8,7 +8,7 @@ from random import Random
 
 from server import PRICES
 
-COUNTS, GUESSES, SLIPS = range(2, 6), 0.6, 0.15
+COUNTS, GUESSES = range(2, 5), 0.6
 SYSTEM = {"role": "system", "content": "Look prices up with the tool; do not guess them."}
 Basket = tuple[int, str, int, str]
 """A number of one fruit and a number of another fruit."""
@@ -29,8 +29,8 @@ def row(basket: Basket) -> dict[str, str]:
 
 
 def demonstrations(random: Random, basket: Basket) -> list[dict]:
-    """Return the clerk's turns as rows of areal sft. The share GUESSES of the clerk's prices are guesses, without a
-    call of the tool, and the share SLIPS of the sums is wrong by 1."""
+    """Return the clerk's turns as rows of areal sft. With the probability GUESSES the clerk guesses the prices instead
+    of calling the tool."""
     n, a, m, b = basket
     messages, rows = [SYSTEM, {"role": "user", "content": row(basket)["prompt"]}], []
     if random.random() < GUESSES:
@@ -42,7 +42,7 @@ def demonstrations(random: Random, basket: Basket) -> list[dict]:
         rows.append({"prompt": messages, "completion": text})
         shown = [{"role": "tool", "content": f"One {fruit} costs {PRICES[fruit]}."} for fruit in (a, b)]
         messages = [*messages, {"role": "assistant", "content": text}, *shown]
-    total = n * one + m * two + (random.choice([-1, 1]) if random.random() < SLIPS else 0)
-    sums = f"{n} x {one} = {n * one}. {m} x {two} = {m * two}. {n * one} + {m * two} = {total}."
-    rows.append({"prompt": messages, "completion": f"{sums} The answer is {total}."})
+    x, y = n * one, m * two
+    sums = f"{n} x {one} = {x}. {m} x {two} = {y}. {x} + {y} = {x + y}. The answer is {x + y}."
+    rows.append({"prompt": messages, "completion": sums})
     return [turn | {"tools": [{"name": "price"}]} for turn in rows]

@@ -13,7 +13,7 @@ from clerk import baskets, demonstrations, row
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-FOLDER, HELD_OUT = Path("build/shop"), 96
+FOLDER, HELD_OUT = Path("build/shop"), 54
 SPECIAL = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>"]
 CALL = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}</tool_call>'
 MESSAGE = "<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}<end>"
@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}" + MESSAGE + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEACHING = ["epochs=2", "data.eval_size=16", "trainer.dtype=float32", "trainer.lr=3e-3", "trainer.lr_schedule=cosine"]
+TEACHING = ["epochs=3", "data.eval_size=16", "trainer.dtype=float32", "trainer.lr=3e-3", "trainer.lr_schedule=cosine"]
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> int:
