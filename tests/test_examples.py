@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import msgpack
@@ -34,11 +35,14 @@ from areal.config import Config, from_message, load_config
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.extensions.agents import mcp_tools
+from areal.extensions.environments import environments
 from areal.extensions.programs.slots import Programs
+from areal.extensions.recipes.recipe import RunRecipe
 from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.training import Tokens
 from areal.workflows.named_workflows import resolve_workflow
 
+SIBLINGS = sorted((ROOT / "configs" / "examples").glob("*/*_small.yaml"))
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
 ON_CPUS = ("own_reward", "own_loss", "difficulty", "feedback", "openai_agent", "distillation", "repositories", "dots")
 SMALL = ("async_judge", "code_sandbox", "gsm8k_lora")
@@ -151,6 +155,14 @@ def test_a_small_sibling_passes_the_checks_of_a_dry_run(example, chat_model, fre
     config = load_config(ROOT / "configs" / "examples" / example / f"{example}_small.yaml", values)
     rehearse_start(on_this_machine(config), resume=False)
     assert config.name == f"{example}_small".replace("_", "-")
+
+
+@pytest.mark.parametrize("file", SIBLINGS, ids=[file.stem for file in SIBLINGS])
+def test_a_small_sibling_says_what_is_smaller_and_its_page_has_its_command(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert file.read_text().startswith("# ") and "base: run.yaml" in file.read_text().splitlines()
+    assert load_config(file).name == file.stem.replace("_", "-")
+    assert RunRecipe.of(file).name == file.stem and file.name in (file.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("example", "package"), PACKAGES.items())
@@ -376,6 +388,33 @@ def test_the_answers_of_the_shops_rows_are_those_of_the_prices():
         (n, a), (m, b) = re.findall(r"(\d) (\w+?)(?:ies|s) ", row["prompt"])
         cost = {**prices, "cherr": prices["cherry"]}
         assert int(row["answer"]) == int(n) * cost[a] + int(m) * cost[b]
+
+
+def test_the_clerk_who_looks_prices_up_sums_right(monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.syspath_prepend(ROOT / "configs" / "examples" / "mcp_tools")
+    clerk, random = code_of("mcp_tools", "clerk.py"), Random(0)
+    for basket in clerk.baskets(random):
+        *calls, last = clerk.demonstrations(random, basket)
+        assert not calls or last["completion"].endswith(f"The answer is {clerk.row(basket)['answer']}.")
+
+
+def test_the_server_of_the_shop_serves_while_a_command_runs(free_port):
+    pytest.importorskip("mcp")
+    code = f"import socket, sys; sys.exit(7 + socket.socket().connect_ex(('127.0.0.1', {free_port})))"
+    server = [sys.executable, str(ROOT / "configs/examples/mcp_tools/server.py"), str(free_port), "-c", code]
+    assert subprocess.run(server, timeout=60).returncode == 7
+
+
+async def test_the_walk_is_shown_as_the_environment_shows_the_lake():
+    pytest.importorskip("gymnasium")
+    options = load_config(ROOT / "configs/examples/gymnasium_game/run.yaml").rollout_manager.workflow_options
+    world = environments.resolve(options["environment"], options["environment_options"])()
+    first, *turns = code_of("gymnasium_game", "walk.py").game(Random(0), "Go.")
+    assert await world.reset(Row(index=0, prompt="Go.", answer=None, reward=None, fields={})) == first["content"]
+    for said, shown in zip(turns[::2], turns[1::2], strict=True):
+        assert (await world.step(said["content"]))[0] == shown["content"]
+    await world.close()
 
 
 TAU2_STAND_IN = {
