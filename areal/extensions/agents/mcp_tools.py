@@ -25,6 +25,8 @@ TIMEOUT_SECONDS = 60.0
 END_SECONDS = 10.0
 # The end of a server's stderr that an error message quotes.
 ERROR_CHARACTERS = 300
+# All samples share the certificates: loading them takes 20 ms.
+_certificates = functools.cache(lambda: importlib.import_module("httpx2").create_ssl_context())
 
 
 class Server(BaseModel, extra="forbid"):
@@ -152,7 +154,9 @@ async def _run_session(
     over: asyncio.Event,
 ) -> None:
     """Start a session, set `ready` to the session and its tools, and end the session when it is `over`."""
+    import httpx2
     from mcp import Client, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
 
     async with contextlib.AsyncExitStack() as stack:
         if server.command:
@@ -161,7 +165,9 @@ async def _run_session(
             started = StdioServerParameters(command=program, args=arguments, env=environment)
             transport = stdio_client(started, errors)
         else:
-            transport = await stack.enter_async_context(_http_transport(str(server.url), timeout_seconds))
+            # The session limits the time to read a result.
+            http = httpx2.AsyncClient(verify=_certificates(), timeout=httpx2.Timeout(timeout_seconds, read=None))
+            transport = streamable_http_client(str(server.url), http_client=await stack.enter_async_context(http))
         async with _starts(asyncio.get_running_loop()), asyncio.timeout(timeout_seconds):
             client = await stack.enter_async_context(Client(transport, read_timeout_seconds=timeout_seconds))
             page = await client.list_tools()
@@ -171,24 +177,6 @@ async def _run_session(
                 tools = [*tools, *page.tools]
         ready.set_result((client, tools))
         await over.wait()
-
-
-@contextlib.asynccontextmanager
-async def _http_transport(url: str, timeout_seconds: float) -> AsyncIterator[Any]:
-    """Open the connections of a sample to a URL. The session limits how long a call waits for its result."""
-    from httpx2 import AsyncClient, Timeout
-    from mcp.client.streamable_http import streamable_http_client
-
-    async with AsyncClient(verify=_certificates(), timeout=Timeout(timeout_seconds, read=None)) as client:
-        yield streamable_http_client(url, http_client=client)
-
-
-@functools.cache
-def _certificates() -> Any:
-    """Return the certificates for connections of all samples: to load them takes 20 ms of the loop."""
-    from httpx2 import create_ssl_context
-
-    return create_ssl_context()
 
 
 @functools.cache
