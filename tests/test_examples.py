@@ -450,14 +450,16 @@ def tau2_program(tmp_path) -> Callable[..., Awaitable[tuple[int, bytes]]]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
-    async def start(*arguments: str, row: dict | None = None, url: str = "") -> tuple[int, bytes]:
+    async def start(
+        *arguments: str, row: dict | None = None, url: str = "", file: str = "agent.py"
+    ) -> tuple[int, bytes]:
         readable, writable = os.pipe()
         os.write(writable, b"the key")
         os.close(writable)
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "AREAL_REWARD_FD": str(readable)}
         environment |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}
         environment |= {"TAU2_USER_URL": "http://user/v1", "TAU2_USER_MODEL": "user"}
-        program = [sys.executable, str(ROOT / "configs" / "examples" / "tau2_retail" / "agent.py"), *arguments]
+        program = [sys.executable, str(ROOT / "configs" / "examples" / "tau2_retail" / file), *arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [readable]}
         process = await asyncio.create_subprocess_exec(*program, env=environment, **pipes)
         output, _ = await process.communicate(json.dumps(row).encode() + b"\n")
@@ -481,3 +483,18 @@ async def test_only_an_empty_turn_of_the_policy_is_a_task_not_done(turn, posted,
     code, _ = await tau2_program(row=TAU2 | {"task": turn}, url=endpoint.url)
     assert [request["reward"] for request in endpoint.requests] == posted
     assert (code == 0) == bool(posted)
+
+
+async def test_a_server_plays_rows_for_the_small_siblings_programs(endpoint, tau2_program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build" / "tau2").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(ROOT / "configs" / "examples" / "tau2_retail"))
+    for name in "OPENAI_BASE_URL", "OPENAI_API_KEY", "LITELLM_LOCAL_MODEL_COST_MAP":  # which the import changes
+        monkeypatch.setenv(name, "")
+    episodes, played = code_of("tau2_retail", "episodes.py"), []
+    monkeypatch.setattr(episodes.agent, "play", lambda *played_by, user: played.append((*played_by, user)) or 0.5)
+    episodes.serve()
+    endpoint.answers.append({})
+    assert (await tau2_program(row=TAU2, url=endpoint.url, file="episodes.py"))[0] == 0
+    assert played == [(TAU2, {"api_base": endpoint.url, "api_key": "k"}, "reader")]
+    assert endpoint.requests == [{"reward": 0.5, "key": "the key"}]
