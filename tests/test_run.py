@@ -30,6 +30,7 @@ from actors.start.run_command import keep_report, main, port_is_named
 from actors.start.start_checks import own_port
 from areal.base.processes import KEYS
 from areal.config import load_config
+from areal.data.addition import ALPHABET
 from areal.extensions.desk.grafana import dashboard
 from areal.extensions.desk.panels import panels
 
@@ -162,12 +163,14 @@ def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small,
     """There is then no reward actor, which evaluations need not wait for."""
     from fakes.scorers import write_brief  # which imports the actor
 
-    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 150, url: '
+    choices = json.dumps({character: (n + 1) / 60 for n, character in enumerate(ALPHABET)})
+    options = f'{{template: "{{{{ prompt }}}}", verdict: choice, choices: {choices}, url: '
     judges = [f"reward.options.judge={options}policy}}", f"reward.options.judge/strict={options}scorer:big}}"]
-    write_brief(tmp_path / "brief", tiny_model)
+    write_brief(tmp_path / "brief", tiny_model, ends=ALPHABET)  # a single character, a verdict
     scorer = f"scorers.big={{kind: judge, kv_cache_gib: 0.25, model: {tmp_path / 'brief'}}}"
     functions = "reward.functions={judge: 0.5, judge/strict: 0.5}"
-    started = run("--config", CONFIG, *small, "steps=1", f"model={tmp_path / 'brief'}", functions, *judges, scorer)
+    settings = ["steps=1", f"model={tmp_path / 'brief'}", functions, *judges, scorer]
+    started = run("--config", CONFIG, *small, *settings)
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"

@@ -55,15 +55,15 @@ def write_classifier(folder: Path, model: Path) -> None:
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
-def write_brief(folder: Path, model: Path) -> None:
-    """A copy of a model that ends what it writes with the first digit."""
+def write_brief(folder: Path, model: Path, ends: str = "0123456789") -> None:
+    """A copy of a model that ends what it writes with the first of these characters."""
     from transformers import AutoTokenizer
 
     shutil.copytree(model, folder)
-    ends = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*"0123456789"])
+    tokens = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*ends])
     for file in folder / "config.json", folder / "generation_config.json":
         values = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(values | {"eos_token_id": ends}))
+        file.write_text(json.dumps(values | {"eos_token_id": tokens}))
 
 
 @contextlib.asynccontextmanager
