@@ -54,7 +54,8 @@ kit: setup
 # pictures, which needs `make vision`: areal check-recipe configs/examples/dots
 recipes: setup
 	$(BIN)/areal check-recipe configs/quickstart.yaml \
-	  $(filter-out %/dots/,$(dir $(wildcard configs/examples/*/run.yaml))) $(ARGS)
+	  $(filter-out %/dots/,$(dir $(wildcard configs/examples/*/run.yaml))) \
+	  $(wildcard configs/examples/*/*_small.yaml configs/paper/small/*_small.yaml) $(ARGS)
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup

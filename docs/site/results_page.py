@@ -19,6 +19,7 @@ PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "docs" / "records"
 REPOSITORY = "records"
 RECIPES = [ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "smollm2.yaml"]
 RECIPES += sorted(path for path in (ROOT / "configs" / "examples").iterdir() if (path / "run.yaml").exists())
+RECIPES += sorted(ROOT.glob("configs/examples/*/*_small.yaml")) + sorted(ROOT.glob("configs/paper/small/*_small.yaml"))
 BARS = "▁▂▃▄▅▆▇█"
 # By benchmark: what its ratios compare, and their names in its JSON.
 RATIOS = {
@@ -49,7 +50,8 @@ This page lists the recipes that ran whole, and says how to check them.
 Recipes are in `configs`. *result* is the held-out accuracy after the last step, as the mean over the seeds with its
 standard error; *before* is the accuracy before the first step; *band* is where a further seed ends with a probability
 of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the
-start; *commit* is the commit of the program that read the figures from the runs.
+start; *commit* is the commit of the program that read the figures from the runs. A recipe `NAME_small` is the smaller
+sibling of NAME: its configuration says what is smaller.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
@@ -91,7 +93,7 @@ _COLUMNS += ("steps×samples", "machine", "commit", "files")
 def page() -> str:
     """The text of docs/results.md."""
     table = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *_rows()]
-    return "".join([INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), RECORD, *_benchmarks()])
+    return "".join([INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), *_miniatures(), RECORD, *_benchmarks()])
 
 
 def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
@@ -154,11 +156,26 @@ def _not_run() -> Iterator[str]:
     lines = []
     for recipe, figures in _recipes():
         if not figures:
-            needs = recipe.run["needs"]
-            lines.append(f"* `{recipe.name}`{f' (needs {needs})' if needs else ''}\n")
+            needs, small = recipe.run["needs"], f"{recipe.name}_small"
+            ran = f"; `{small}` ran" if (RECORDS / f"{small}.json").exists() else ""
+            lines.append(f"* `{recipe.name}`{f' (needs {needs}{ran})' if needs else ''}\n")
     if lines:
         yield "\nRecipes that have not run whole, and have no band yet:\n\n"
         yield from lines
+
+
+def _miniatures() -> Iterator[str]:
+    file = RECORDS / "benchmarks" / "paper_mini.json"
+    if file.exists():
+        figures = json.loads(file.read_text())
+        runs = [run for runs in figures["files"].values() for run in runs]
+        ended = [run for run in runs if run["ok"] and run["staleness"] <= run["bound"]]
+        yield (
+            f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` for two steps, with random"
+            f" models of 1M parameters:\n{len(ended)} of {len(runs)} runs ended within their bound of staleness, in"
+            f" {sum(run['minutes'] for run in runs):.0f} minutes\n([figures]({REPOSITORY}/benchmarks/{file.name});"
+            f" {_machine(figures['made_on'])}; {figures['made_on']['commit']}).\n"
+        )
 
 
 def _benchmarks() -> Iterator[str]:

@@ -1,10 +1,11 @@
 """The files of configs/paper and configs/sweeps in miniature, on two CPU cores: `make paper-mini`.
 
-    python tests/benchmarks/paper_mini.py --folder build/paper-mini [--only table7]
+    python tests/benchmarks/paper_mini.py --folder build/paper-mini [--only table7] [--json FILE]
 
 Models and data sets are folders with the names that they have on the hub: random models of the same architectures with
 about 1M parameters, and a few rows in the sets' formats. So the files run as they are, but for the sizes in SMALL. The
-scores say nothing; the tables show that the whole way to them is there. A run that is finished is not made again.
+scores say nothing; the tables show that the whole way to them is there. A run that is finished is not made again. The
+exit code is 1 if a run did not reach its end or was staler than its bound.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import paper_tables
 import torch
+from results import write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from areal.extensions.recipes.recipe import RunRecipe, figures
+from areal.storage.record import Record
 
 ROOT = Path(__file__).parents[2]
 PAPER, SWEEPS = ROOT / "configs" / "paper", ROOT / "configs" / "sweeps"
@@ -79,21 +83,23 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", choices=FILES, metavar="NAME", help="of configs/paper; may be repeated"
     )
+    parser.add_argument("--json", type=Path, help="where the figures of the runs go")
     options = parser.parse_args()
     folder = options.folder.resolve()
     make_hub(folder)
     names = options.only or FILES
-    codes, seconds = {}, {}
-    for name in names:
-        began = time.monotonic()
-        codes[name] = run(name, folder)
-        seconds[name] = time.monotonic() - began
+    codes = {name: run(name, folder) for name in names}
     for table, files in TABLES.items():
         if runs := sorted(path.parent for name in files for path in runs_of(name, folder).glob("*/config.yaml")):
             sys.stdout.flush()
             paper_tables.main([table, *map(str, runs)])
-    for name in names:
-        print(f"{name}: exit code {codes[name]}, {seconds[name]:.0f} s")
+    done = {name: [figures(Record(path.parent)) for path in finished(name, folder)] for name in names}
+    write({"files": done}, options.json)
+    for name, runs in done.items():
+        faults = [fault for each in runs for fault in RunRecipe.of(file_of(name)).faults(each, quick=True)]
+        codes[name] = codes[name] or int(bool(faults))
+        minutes = sum(each["minutes"] for each in runs)
+        print(f"{name}: exit code {codes[name]}, {len(runs)} runs, {minutes:.1f} minutes", *faults, sep="; ")
     return max(codes.values())
 
 
@@ -114,6 +120,11 @@ def file_of(name: str) -> Path:
 
 def runs_of(name: str, folder: Path) -> Path:
     return folder / "runs" / file_of(name).stem
+
+
+def finished(name: str, folder: Path) -> list[Path]:
+    """The summaries of the finished runs of a file."""
+    return sorted(runs_of(name, folder).glob("*/summary.json"))
 
 
 def areal(*arguments: str, folder: Path) -> int:
