@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from areal.extensions.recipes.recipe import RunRecipe, band_text
 
 ROOT = Path(__file__).parents[2]
@@ -21,25 +23,7 @@ RECIPES = [ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "smollm2.yam
 RECIPES += sorted(path for path in (ROOT / "configs" / "examples").iterdir() if (path / "run.yaml").exists())
 RECIPES += sorted(ROOT.glob("configs/examples/*/*_small.yaml")) + sorted(ROOT.glob("configs/paper/small/*_small.yaml"))
 BARS = "▁▂▃▄▅▆▇█"
-# By benchmark: what its ratios compare, and their names in its JSON.
-RATIOS = {
-    "async_vs_sync": {"ratio": "asynchronous / synchronous"},
-    "vs_trl": {
-        "ratio": "ours / TRL synchronous, the fastest mode",
-        "ratio_async": "ours / TRL asynchronous, its defaults",
-        "ratio_async_unbiased": "ours / TRL asynchronous, without the bias",
-    },
-    "time_to_accuracy": {"ratio_trl": "seconds to accuracy 0.65, TRL asynchronous / ours"},
-    "generator_overhead": {"ratio": "tokens/s through the actors / bare vLLM"},
-    "bus": {
-        "ratio": "round trips, encrypted / bare pyzmq asyncio",
-        "ratio_arrays": "arrays of 1 MiB / pyzmq with CURVE",
-    },
-    "packing": {"ratio": "training, prefix trees / padding"},
-    "trainer_overhead": {"ratio": "a step of training / of a bare PyTorch loop"},
-    "sandbox": {"ratio": "programs in the sandbox / bare"},
-    "weights": {"ratio": "seconds of a plain file copy / of a hand-over by stream, 135M parameters"},
-}
+RATIOS: dict[str, dict[str, list[Any]]] = yaml.safe_load((ROOT / "tests/benchmarks/ratios.yaml").read_text())
 INTRODUCTION = """\
 # Results
 
@@ -93,7 +77,9 @@ _COLUMNS += ("steps×samples", "machine", "commit", "files")
 def page() -> str:
     """The text of docs/results.md."""
     table = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *_rows()]
-    return "".join([INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), *_miniatures(), RECORD, *_benchmarks()])
+    return "".join(
+        [INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), *_miniatures(), RECORD, *_benchmarks()]
+    )
 
 
 def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
@@ -170,12 +156,10 @@ def _miniatures() -> Iterator[str]:
         figures = json.loads(file.read_text())
         runs = [run for runs in figures["files"].values() for run in runs]
         ended = [run for run in runs if run["ok"] and run["staleness"] <= run["bound"]]
-        yield (
-            f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` for two steps, with random"
-            f" models of 1M parameters:\n{len(ended)} of {len(runs)} runs ended within their bound of staleness, in"
-            f" {sum(run['minutes'] for run in runs):.0f} minutes\n([figures]({REPOSITORY}/benchmarks/{file.name});"
-            f" {_machine(figures['made_on'])}; {figures['made_on']['commit']}).\n"
-        )
+        minutes, link = sum(run["minutes"] for run in runs), f"[figures]({REPOSITORY}/benchmarks/{file.name})"
+        yield f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` for two steps, with"
+        yield f" random models of 1M parameters:\n{len(ended)} of {len(runs)} runs ended within their bound,"
+        yield f" in {minutes:.0f} minutes\n({link}; {_machine(figures['made_on'])}; {figures['made_on']['commit']}).\n"
 
 
 def _benchmarks() -> Iterator[str]:
@@ -183,7 +167,7 @@ def _benchmarks() -> Iterator[str]:
     for name, ratios in RATIOS.items():
         file = RECORDS / "benchmarks" / f"{name}.json"
         figures = json.loads(file.read_text()) if file.exists() else {}
-        for key, what in ratios.items():
+        for key, (what, _) in ratios.items():
             if figures.get(key) is not None:
                 low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
                 spread = f" ({low:.2f} to {high:.2f})" if low != high else ""

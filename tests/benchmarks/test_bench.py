@@ -17,15 +17,13 @@ def run(monkeypatch, folder, *words):
 def test_what_is_there_is_shown_and_not_measured_again(monkeypatch, tmp_path, capsys):
     (tmp_path / "bus.json").write_text(json.dumps({"ratio": 0.512, "spread": [0.4, 0.6]}))
     monkeypatch.setattr(bench.subprocess, "run", lambda *args, **kwargs: pytest.fail("it is there"))
-    monkeypatch.setattr(bench, "machine", lambda: {"cpu": "a CPU", "cores": "2 cores"})
+    here = {"processor": "a CPU", "cores": 2, "commit": "abc"}
+    monkeypatch.setattr(bench, "machine", lambda: here)
     assert run(monkeypatch, tmp_path, "--only", "bus") == 0
     shown = capsys.readouterr().out
-    assert "a CPU, 2 cores" in shown and "0.512" in shown and "not measured" in shown
+    assert "a CPU, 2 cores, commit abc" in shown and "0.512" in shown and "not measured" in shown
     stored = json.loads((tmp_path / "bench.json").read_text())
-    assert stored == {
-        "machine": {"cpu": "a CPU", "cores": "2 cores"},
-        "results": {"bus": {"ratio": 0.512, "spread": [0.4, 0.6]}},
-    }
+    assert stored == {"made_on": here, "results": {"bus": {"ratio": 0.512, "spread": [0.4, 0.6]}}}
 
 
 def test_a_benchmark_that_fails_is_named_and_measured_again_the_next_time(monkeypatch, tmp_path, capsys):
