@@ -50,12 +50,12 @@ build/triton:
 kit: setup
 	$(BIN)/python tests/gpu/kit.py $(ARGS)
 
-# Runs each recipe with three seeds, and compares how it ends (docs/results.md). Continues where it was stopped. That of
-# pictures, which needs `make vision`: areal check-recipe configs/examples/dots
+# Runs each recipe that needs no download and no package with three seeds, and compares how it ends (docs/results.md).
+# Continues where it was stopped. The others by name: areal check-recipe configs/examples/dots (needs `make vision`)
 recipes: setup
 	$(BIN)/areal check-recipe configs/quickstart.yaml \
 	  $(filter-out %/dots/,$(dir $(wildcard configs/examples/*/run.yaml))) \
-	  $(wildcard configs/examples/*/*_small.yaml configs/paper/small/*_small.yaml) $(ARGS)
+	  $(wildcard configs/paper/small/*_small.yaml) $(ARGS)
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup
