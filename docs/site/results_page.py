@@ -41,7 +41,7 @@ sibling of NAME: its configuration says what is smaller.
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
 .venv/bin/areal replay docs/records/quickstart.tar.zst --sweep trainer.objective=ppo,gspo
 .venv/bin/areal check-recipe configs/quickstart.yaml --seeds 3       # does it end like this here?
-make recipes                                                         # all of them; goes on where it was stopped
+make recipes                                                         # those that need nothing more; goes on where it was stopped
 ```
 
 """
