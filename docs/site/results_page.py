@@ -22,6 +22,8 @@ REPOSITORY = "records"
 RECIPES = [ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "smollm2.yaml"]
 RECIPES += sorted(path for path in (ROOT / "configs" / "examples").iterdir() if (path / "run.yaml").exists())
 RECIPES += sorted(ROOT.glob("configs/examples/*/*_small.yaml")) + sorted(ROOT.glob("configs/paper/small/*_small.yaml"))
+MACHINE = "2×AMD EPYC, AVX-512"
+"""The machine of rows that name no machine."""
 BARS = "▁▂▃▄▅▆▇█"
 RATIOS: dict[str, dict[str, list[Any]]] = yaml.safe_load((ROOT / "tests/benchmarks/ratios.yaml").read_text())
 INTRODUCTION = """\
@@ -34,14 +36,14 @@ This page lists the recipes that ran whole, and says how to check them.
 Recipes are in `configs`. *result* is the held-out accuracy after the last step, as the mean over the seeds with its
 standard error; *before* is the accuracy before the first step; *band* is where a further seed ends with a probability
 of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the
-start; *commit* is the commit of the program that read the figures from the runs. A recipe `NAME_small` is the smaller
-sibling of NAME: its configuration says what is smaller.
+start; *commit* is the commit of the program that read the figures from the runs. A row without a machine was made on
+two cores of an AMD EPYC with AVX-512. `NAME_small` is a smaller sibling of NAME, and its file says what is smaller.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
 .venv/bin/areal replay docs/records/quickstart.tar.zst --sweep trainer.objective=ppo,gspo
 .venv/bin/areal check-recipe configs/quickstart.yaml --seeds 3       # does it end like this here?
-make recipes                                                         # those that need nothing more; goes on where it was stopped
+make recipes                                # recipes without downloads; goes on where it was stopped
 ```
 
 """
@@ -67,11 +69,11 @@ BENCHMARKS = """
 Ratios are medians over rounds, with the least and the greatest. `python tests/benchmarks/NAME.py --json
 docs/records/benchmarks/NAME.json` writes the linked file.
 
-| benchmark | compares | ratio | rounds | machine | commit |
-|---|---|---|---|---|---|
+| benchmark | compares | ratio | rounds | commit |
+|---|---|---|---|---|
 """
 _COLUMNS = ("recipe", "result", "before", "band", "staleness (bound)", "minutes", "curve", "model, data")
-_COLUMNS += ("steps×samples", "machine", "commit", "files")
+_COLUMNS += ("steps×samples", "commit", "files")
 
 
 def page() -> str:
@@ -111,12 +113,15 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield curve(seeds[0]["curve"])
     yield f"{figures['model']}, {figures['data']}"
     yield f"{figures['steps']}×{figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-    yield _machine(made_on)
-    yield made_on["commit"]
+    yield _commit(made_on)
     links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
     if figures["record"] and (RECORDS / figures["record"]).exists():
         links.append(f"[record]({REPOSITORY}/{figures['record']})")
     yield ", ".join(links)
+
+
+def _commit(made_on: Mapping[str, Any]) -> str:
+    return made_on["commit"] + (f", {here}" if (here := _machine(made_on)) != MACHINE else "")
 
 
 def _machine(made_on: Mapping[str, Any]) -> str:
@@ -133,8 +138,9 @@ def mean_text(values: Sequence[float | None]) -> str:
 
 
 def curve(values: Sequence[float]) -> str:
-    """A curve as a row of bars, from the lowest to the highest value."""
-    low, span = min(values), (max(values) - min(values)) or 1.0
+    """A curve as a row of bars, from the lowest to the highest value. A flat curve has no bars."""
+    if not (span := max(values) - (low := min(values))):
+        return "–"
     return "".join(BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] for value in values)
 
 
@@ -159,7 +165,7 @@ def _miniatures() -> Iterator[str]:
         minutes, link = sum(run["minutes"] for run in runs), f"[figures]({REPOSITORY}/benchmarks/{file.name})"
         yield f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` for two steps, with"
         yield f" random models of 1M parameters:\n{len(ended)} of {len(runs)} runs ended within their bound,"
-        yield f" in {minutes:.0f} minutes\n({link}; {_machine(figures['made_on'])}; {figures['made_on']['commit']}).\n"
+        yield f" in {minutes:.0f} minutes\n({link}, {_commit(figures['made_on'])}).\n"
 
 
 def _benchmarks() -> Iterator[str]:
@@ -172,8 +178,8 @@ def _benchmarks() -> Iterator[str]:
                 low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
                 spread = f" ({low:.2f} to {high:.2f})" if low != high else ""
                 link = f"[{name}]({REPOSITORY}/benchmarks/{name}.json)"
-                place = f"{_machine(figures['made_on'])} | {figures['made_on']['commit']}"
-                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures, key)} | {place} |\n")
+                commit = _commit(figures["made_on"])
+                rows.append(f"| {link} | {what} | {figures[key]:.2f}{spread} | {_rounds(figures, key)} | {commit} |\n")
     if rows:
         yield BENCHMARKS
         yield from rows
