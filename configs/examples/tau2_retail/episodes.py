@@ -49,6 +49,7 @@ def prepare_tau2() -> None:
 def serve() -> None:
     """Start the server in a thread."""
     Path(SOCKET).unlink(missing_ok=True)
+    ThreadingUnixStreamServer.daemon_threads = True  # an episode that the run's end cuts off keeps no process alive
     threading.Thread(target=ThreadingUnixStreamServer(SOCKET, Episode).serve_forever, daemon=True).start()
 
 
