@@ -49,4 +49,4 @@ def test_the_records_are_small():
 
 def test_a_curve_and_a_mean_are_short_texts():
     assert results.curve([0.0, 0.5, 1.0]) == "▁▅█" and results.curve([1.0, 1.0]) == "–"
-    assert results.mean_text([0.5, 0.7, None]) == "0.600 ± 0.100" and results.mean_text([None]) == "–"
+    assert results.mean_text([0.5, 0.7, None]) == "0.600±0.100" and results.mean_text([None]) == "–"

@@ -106,10 +106,11 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield recipe.name
     yield mean_text([seed["accuracy"] for seed in seeds])
     yield mean_text([seed["accuracy_before"] for seed in seeds])
-    yield band_text(recipe.bands["accuracy"]) if "accuracy" in recipe.bands else "no band yet"
+    yield band_text(recipe.bands["accuracy"]).replace(" to ", "–") if "accuracy" in recipe.bands else "none"
     mean = statistics.fmean(seed["staleness_mean"] for seed in seeds)
     yield f"{mean:.1f}, ≤{max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
-    yield ", ".join(f"{seed['minutes']:.1f}" for seed in seeds)
+    minutes = [seed["minutes"] for seed in seeds]
+    yield f"{min(minutes):.1f}–{max(minutes):.1f}"
     yield curve(seeds[0]["curve"])
     yield f"{figures['model']}, {figures['data']}"
     yield f"{figures['steps']}×{figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
@@ -133,7 +134,7 @@ def mean_text(values: Sequence[float | None]) -> str:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return "–"
-    error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}" if len(numbers) > 1 else ""
+    error = f"±{statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}" if len(numbers) > 1 else ""
     return f"{statistics.fmean(numbers):.3f}{error}"
 
 
@@ -145,15 +146,9 @@ def curve(values: Sequence[float]) -> str:
 
 
 def _not_run() -> Iterator[str]:
-    lines = []
-    for recipe, figures in _recipes():
-        if not figures:
-            needs, small = recipe.run["needs"], f"{recipe.name}_small"
-            ran = f"; `{small}` ran" if (RECORDS / f"{small}.json").exists() else ""
-            lines.append(f"* `{recipe.name}`{f' (needs {needs}{ran})' if needs else ''}\n")
-    if lines:
-        yield "\nRecipes that have not run whole, and have no band yet:\n\n"
-        yield from lines
+    names = [f"`{recipe.name}`" for recipe, figures in _recipes() if not figures]
+    if names:
+        yield f"\nRecipes that have not run here as a whole, most of them for want of GPUs: {', '.join(names)}.\n"
 
 
 def _miniatures() -> Iterator[str]:
