@@ -35,9 +35,10 @@ This page lists the recipes that ran whole, and says how to check them.
 
 Recipes are in `configs`. *result* is the held-out accuracy after the last step, as the mean over the seeds with its
 standard error; *before* is the accuracy before the first step; *band* is where a further seed ends with a probability
-of 95 % (`expect.yaml` beside the recipe); *curve* is the reward of the first seed over its steps; *minutes* include the
-start; *commit* is the commit of the program that read the figures from the runs. A row without a machine was made on
-two cores of an AMD EPYC with AVX-512. `NAME_small` is a smaller sibling of NAME, and its file says what is smaller.
+of 95 % (`expect.yaml` beside the recipe); *staleness* is mean, largest/bound; *curve* is the reward of the first seed;
+*minutes* include the start; *commit* is the commit of the program that read the figures from the runs. A row without a
+machine was made on two cores of an AMD EPYC with AVX-512. `NAME_small` is a smaller sibling of NAME, and its file says
+what is smaller.
 
 ```
 .venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
@@ -72,8 +73,8 @@ docs/records/benchmarks/NAME.json` writes the linked file.
 | benchmark | compares | ratio | rounds | commit |
 |---|---|---|---|---|
 """
-_COLUMNS = ("recipe", "result", "before", "band", "staleness (bound)", "minutes", "curve", "model, data")
-_COLUMNS += ("steps×samples", "commit", "files")
+_COLUMNS = ("recipe", "result", "before", "band", "staleness", "minutes", "curve", "model, data")
+_COLUMNS += ("steps×samples×seeds", "commit", "files")
 
 
 def page() -> str:
@@ -108,12 +109,12 @@ def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
     yield mean_text([seed["accuracy_before"] for seed in seeds])
     yield band_text(recipe.bands["accuracy"]).replace(" to ", "–") if "accuracy" in recipe.bands else "none"
     mean = statistics.fmean(seed["staleness_mean"] for seed in seeds)
-    yield f"{mean:.1f}, ≤{max(seed['staleness'] for seed in seeds)} ({seeds[0]['bound']})"
+    yield f"{mean:.1f}, {max(seed['staleness'] for seed in seeds)}/{seeds[0]['bound']}"
     minutes = [seed["minutes"] for seed in seeds]
     yield f"{min(minutes):.1f}–{max(minutes):.1f}"
     yield curve(seeds[0]["curve"])
     yield f"{figures['model']}, {figures['data']}"
-    yield f"{figures['steps']}×{figures['samples']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    yield f"{figures['steps']}×{figures['samples']}×{len(seeds)}"
     yield _commit(made_on)
     links = [f"[figures]({REPOSITORY}/{recipe.name}.json)"]
     if figures["record"] and (RECORDS / figures["record"]).exists():
