@@ -41,10 +41,10 @@ machine was made on two cores of an AMD EPYC with AVX-512. `NAME_small` is a sma
 what is smaller.
 
 ```
-.venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit? else why not
+.venv/bin/areal audit docs/records/quickstart.tar.zst                # the same weights, bit by bit?
 .venv/bin/areal replay docs/records/quickstart.tar.zst --sweep trainer.objective=ppo,gspo
 .venv/bin/areal check-recipe configs/quickstart.yaml --seeds 3       # does it end like this here?
-make recipes                                # recipes without downloads; goes on where it was stopped
+make recipes                                # all recipes that download nothing
 ```
 
 """
@@ -58,11 +58,11 @@ paths of the machine are replaced; prompts and completions stay: publish no reco
 ([security](security.md#what-a-configuration-and-a-run-folder-may-do)).
 
 An audit that finds other weights names the differences in processor and packages, and the step up to which the losses
-agree. Rounding differs between processors, and grows with the steps.
+agree.
 
-`areal check-recipe FOLDER` runs a recipe with three seeds and compares the ends with its `expect.yaml`: accuracy and
-its rise (`gain`), reward, `engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run
-leaves its band. `--write` writes the bands.
+`areal check-recipe FOLDER` compares runs with their `expect.yaml`: accuracy and its rise (`gain`), reward,
+`engine_gap`, minutes on the same processor, staleness, alerts. The exit code is 1 if a run leaves its band. `--write`
+writes the bands.
 """
 BENCHMARKS = """
 ## Benchmarks
@@ -158,10 +158,9 @@ def _miniatures() -> Iterator[str]:
         figures = json.loads(file.read_text())
         runs = [run for runs in figures["files"].values() for run in runs]
         ended = [run for run in runs if run["ok"] and run["staleness"] <= run["bound"]]
-        minutes, link = sum(run["minutes"] for run in runs), f"[figures]({REPOSITORY}/benchmarks/{file.name})"
-        yield f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` for two steps, with"
-        yield f" random models of 1M parameters:\n{len(ended)} of {len(runs)} runs ended within their bound,"
-        yield f" in {minutes:.0f} minutes\n({link}, {_commit(figures['made_on'])}).\n"
+        link = f"[figures]({REPOSITORY}/benchmarks/{file.name})"
+        yield f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` with random models:"
+        yield f" {len(ended)} of {len(runs)} runs ended\nwithin their bound ({link}, {_commit(figures['made_on'])}).\n"
 
 
 def _benchmarks() -> Iterator[str]:
