@@ -56,5 +56,5 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "areal", "sft", *options, *TEACHING], check=True)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not (FOLDER / "model").exists():
     main()

@@ -51,7 +51,7 @@ def write(name: str, rows: list[dict]) -> None:
 if __name__ == "__main__":
     logger.remove()
     random = Random(0)
-    FOLDER.mkdir(parents=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     write("taught", [turn for _ in range(CONVERSATIONS) for turn in turns(random.choice([*TASKS]), random)])
     rows = [{"domain": "mock", "task": name, "split": "base"} for name in TASKS]
     write("rows", [{"prompt": f"{row['task']}, {n}", **row} for n in range(100) for row in rows])
