@@ -51,7 +51,7 @@ def write_model(folder: Path) -> None:
 
 def main(folder: Path, rows: int = 1024, *settings: str) -> None:
     """Write the rows and the model. settings: of `areal sft`."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "taught.jsonl", rows, SLIP)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "held_out.jsonl", rows // 4)
@@ -61,5 +61,5 @@ def main(folder: Path, rows: int = 1024, *settings: str) -> None:
     subprocess.run([sys.executable, "-m", "areal", "sft", *options, *TEACHING, *settings], check=True)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not (FOLDER / "model").exists():
     main(FOLDER)
