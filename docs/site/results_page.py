@@ -149,7 +149,7 @@ def curve(values: Sequence[float]) -> str:
 def _not_run() -> Iterator[str]:
     names = [f"`{recipe.name}`" for recipe, figures in _recipes() if not figures]
     if names:
-        yield f"\nRecipes that have not run here as a whole, most of them for want of GPUs: {', '.join(names)}.\n"
+        yield f"\nRecipes that did not run here, for want of GPUs: {', '.join(names)}.\n"
 
 
 def _miniatures() -> Iterator[str]:
