@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,9 @@ import torch
 from judge import QUESTION
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tiny_models import teach
 
 FOLDER, MOST_WORDS = Path("build/judge"), 48
 FIXED = sorted({*QUESTION.format(question="", answer="").split()})
@@ -46,17 +48,13 @@ def write_model(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write the rows and the model, unless they are there."""
-    if (folder / "model").exists():
-        return
+    """Write the rows and the model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = itertools.starmap(row, itertools.product(range(3, 9), range(MOST_WORDS + 1)))
-    (folder / "marks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "taught.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_model(folder / "random")
-    files = {"model": folder / "random", "data": folder / "marks.jsonl", "output": folder / "model"}
-    options = [f"--{name}={path}" for name, path in files.items()]
-    subprocess.run([sys.executable, "-m", "areal", "sft", *options, *TEACHING], check=True)
+    teach(folder, *TEACHING)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not (FOLDER / "model").exists():
     main(FOLDER)

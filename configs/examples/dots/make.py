@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,9 @@ import torch
 from draw import MOST, SIDE, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tiny_models import teach
 
 FOLDER, SLIP = Path("build/dots"), 0.4
 IMAGE, VIDEO, BEGIN, END = SPECIAL = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -56,9 +58,7 @@ def main(folder: Path, rows: int = 1024, *settings: str) -> None:
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "held_out.jsonl", rows // 4)
     write_model(folder / "random")
-    files = {"model": folder / "random", "data": folder / "taught.jsonl", "output": folder / "model"}
-    options = [f"--{name}={path}" for name, path in files.items()]
-    subprocess.run([sys.executable, "-m", "areal", "sft", *options, *TEACHING, *settings], check=True)
+    teach(folder, *TEACHING, *settings)
 
 
 if __name__ == "__main__" and not (FOLDER / "model").exists():
