@@ -26,7 +26,7 @@ MACHINE = "2×AMD EPYC, AVX-512"
 """The machine of rows that name no machine."""
 BARS = "▁▂▃▄▅▆▇█"
 RATIOS: dict[str, dict[str, list[Any]]] = yaml.safe_load((ROOT / "tests/benchmarks/ratios.yaml").read_text())
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Results
 
 This page lists the recipes that ran whole, and says how to check them.
@@ -37,7 +37,7 @@ Recipes are in `configs`. *result* is the held-out accuracy after the last step,
 standard error; *before* is the accuracy before the first step; *band* is where a further seed ends with a probability
 of 95 % (`expect.yaml` beside the recipe); *staleness* is mean, largest/bound; *curve* is the reward of the first seed;
 *minutes* include the start; *commit* is the commit of the program that read the figures from the runs. A row without a
-machine was made on two cores of an AMD EPYC with AVX-512. `NAME_small` is a smaller sibling of NAME, and its file says
+machine was made on {MACHINE}. `NAME_small` is a smaller sibling of NAME, and its file says
 what is smaller.
 
 ```
@@ -47,6 +47,8 @@ what is smaller.
 make recipes                                # all recipes that download nothing
 ```
 
+| recipe | result | before | band | staleness | minutes | curve | model, data | steps×samples×seeds | commit | files |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 RECORD = """
 ## What a record is
@@ -73,16 +75,15 @@ docs/records/benchmarks/NAME.json` writes the linked file.
 | benchmark | compares | ratio | rounds | commit |
 |---|---|---|---|---|
 """
-_COLUMNS = ("recipe", "result", "before", "band", "staleness", "minutes", "curve", "model, data")
-_COLUMNS += ("steps×samples×seeds", "commit", "files")
 
 
 def page() -> str:
     """The text of docs/results.md."""
-    table = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *_rows()]
-    return "".join(
-        [INTRODUCTION, *(f"{line}\n" for line in table), *_not_run(), *_miniatures(), RECORD, *_benchmarks()]
-    )
+    recipes = [*_recipes()]
+    rows = [f"| {' | '.join(_cells(recipe, figures))} |\n" for recipe, figures in recipes if figures]
+    names = [f"`{recipe.name}`" for recipe, figures in recipes if not figures]
+    not_run = f"\nRecipes that did not run here ([their needs](examples.md)): {', '.join(names)}.\n" if names else ""
+    return "".join([INTRODUCTION, *rows, not_run, *_miniatures(), RECORD, *_benchmarks()])
 
 
 def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
@@ -93,12 +94,6 @@ def _recipes() -> Iterator[tuple[RunRecipe, dict[str, Any] | None]]:
     names = {RunRecipe.of(path).name for path in RECIPES}
     for file in sorted(file for file in RECORDS.glob("*.json") if file.stem not in names):  # runs of the kit for GPUs
         yield RunRecipe(file.stem, Path(file.stem), file, {}, {}, {}), json.loads(file.read_text())
-
-
-def _rows() -> Iterator[str]:
-    for recipe, figures in _recipes():
-        if figures:
-            yield f"| {' | '.join(_cells(recipe, figures))} |"
 
 
 def _cells(recipe: RunRecipe, figures: Mapping[str, Any]) -> Iterator[str]:
@@ -146,18 +141,13 @@ def curve(values: Sequence[float]) -> str:
     return "".join(BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] for value in values)
 
 
-def _not_run() -> Iterator[str]:
-    names = [f"`{recipe.name}`" for recipe, figures in _recipes() if not figures]
-    if names:
-        yield f"\nRecipes that did not run here, for want of GPUs: {', '.join(names)}.\n"
-
-
 def _miniatures() -> Iterator[str]:
     file = RECORDS / "benchmarks" / "paper_mini.json"
     if file.exists():
         figures = json.loads(file.read_text())
         runs = [run for runs in figures["files"].values() for run in runs]
-        within = sum(run["ok"] and run["staleness"] <= run["bound"] for run in runs)
+        expected = RunRecipe(file.stem, file, file, {"alerts": []}, {}, {})
+        within = sum(not expected.faults(run, quick=True) for run in runs)
         share = f"All {within}" if within == len(runs) else f"Only {within} of {len(runs)}"
         yield f"\n`make paper-mini` runs the {len(figures['files'])} experiments of `configs/paper` with random models."
         yield f" {share} runs ended within\ntheir bound ([figures]({REPOSITORY}/benchmarks/{file.name}),"
@@ -183,7 +173,7 @@ def _benchmarks() -> Iterator[str]:
 
 def _rounds(figures: Mapping[str, Any], key: str) -> str:
     """How often a ratio was measured, where its file says so."""
-    if key != "ratio" or "best" in figures:  # those of `vs_trl` have rounds of their own
+    if key != "ratio" or "best" in figures:  # each ratio of `vs_trl` has its own rounds
         best = figures.get(key.replace("ratio", "best"))
         return str(figures["rows"][best]["rounds"]) if best else str(figures.get("rounds", ""))
     seeds = {run["seed"] for run in figures.get("runs") or () if run.get("seed") is not None}

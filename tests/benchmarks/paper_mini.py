@@ -93,10 +93,11 @@ def main() -> int:
         if runs := sorted(path.parent for name in files for path in runs_of(name, folder).glob("*/config.yaml")):
             sys.stdout.flush()
             paper_tables.main([table, *map(str, runs)])
-    done = {name: [figures(Record(path.parent)) for path in finished(name, folder)] for name in names}
+    done = {name: [figures(Record(path)) for path in finished(name, folder)] for name in names}
     write({"files": done}, options.json)
     for name, runs in done.items():
-        faults = [fault for each in runs for fault in RunRecipe.of(file_of(name)).faults(each, quick=True)]
+        recipe = RunRecipe.of(file_of(name))
+        faults = [fault for each in runs for fault in recipe.faults(each, quick=True)]
         codes[name] = codes[name] or int(bool(faults))
         minutes = sum(each["minutes"] for each in runs)
         print(f"{name}: exit code {codes[name]}, {len(runs)} runs, {minutes:.1f} minutes", *faults, sep="; ")
@@ -123,8 +124,8 @@ def runs_of(name: str, folder: Path) -> Path:
 
 
 def finished(name: str, folder: Path) -> list[Path]:
-    """The summaries of the finished runs of a file."""
-    return sorted(runs_of(name, folder).glob("*/summary.json"))
+    """The folders of the finished runs of a file."""
+    return sorted(path.parent for path in runs_of(name, folder).glob("*/summary.json"))
 
 
 def areal(*arguments: str, folder: Path) -> int:

@@ -20,10 +20,8 @@ def declare(tools: RoomTools) -> None:
     add = tools.add("check-recipe", "recipe_check:check", summary, epilog).add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER|FILE.yaml", help="a folder with run.yaml, or a configuration")
     add("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (default: 3)")
-    runs, records = (
-        Path("build/recipes"),
-        "folder of the figures and of the record of the first run (default: the same)",
-    )
+    runs = Path("build/recipes")
+    records = "folder of the figures and of the record of the first run (default: the same)"
     add("--folder", type=Path, default=runs, help=f"folder of the runs (default: {runs})")
     add("--records", type=Path, metavar="FOLDER", help=records)
     add("--most-mb", type=float, default=10.0, metavar="MB", help="size of a record (default: 10)")
